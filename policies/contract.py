@@ -1,0 +1,134 @@
+"""What a policy is asked, what it sees and what it answers: the contract between policies and every driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.jit import jit
+from tracer.schema import ModelShape, Pass
+
+
+class PlanError(ValueError):
+    """A policy answered with a plan that breaks the contract; the message says where and what."""
+
+
+class PolicyError(ValueError):
+    """A policy cannot be built from these knobs, this trace or this cache size; the message says why."""
+
+
+class Estimates(NamedTuple):
+    """What a policy believes an expert costs. Only a belief: the engines charge from the hardware profile."""
+
+    h2d_ns: int  # T_H, one expert from host to GPU
+    cpu_b0_ns: int  # one expert on the CPU takes b0 + b1 * load
+    cpu_b1_ns: int
+
+
+class Step(NamedTuple):
+    """What exists at the gate of one layer of one forward; nothing of the future, and arrays are read-only.
+
+    Confidence of a forward exists only after its last layer, so `confidence` is that of the same position in the
+    same request's previous forward of the same block, and 1 in the first forward of a block.
+    """
+
+    forward: int  # index of the pass in the run, from 0
+    layer: int  # index of the MoE layer, from 0
+    kind: int  # ForwardKind of the pass
+    expert_ids: NDArray[np.int64]  # [T, K]
+    gates: NDArray[np.float64]  # [T, K] rows sum to 1
+    load: NDArray[np.int64]  # [E] tokens routed to each expert; activated = load > 0
+    confidence: NDArray[np.float64]  # [T]
+    request: NDArray[np.int64]  # [T]
+    block: NDArray[np.int64]  # [T]
+    iteration: NDArray[np.int64]  # [T]
+
+
+class View(NamedTuple):
+    """What the driver shows at the gate (and after a forward, to `boundary`)."""
+
+    resident: NDArray[np.bool_]  # [L, E] landed on the GPU
+    in_flight: NDArray[np.bool_]  # [L, E] prefetches that were started and have not landed
+    capacity: NDArray[np.int64]  # [L] slots of each layer; [1] where the pool is global
+    free_slots: int  # of the pool that this layer uses
+    estimates: Estimates
+
+
+class Plan(NamedTuple):
+    """How one layer's misses are served and what stays resident after it.
+
+    `retained` covers the pool: the layer's experts, [E], or with a global pool all of them, [L * E] numbered
+    layer * E + expert. Prefetches are (layer, expert) with a priority pair, smaller first.
+    """
+
+    transfers: NDArray[np.int64]  # [G] experts of this layer in issue order
+    on_cpu: NDArray[np.int64]  # experts of this layer
+    retained: NDArray[np.bool_]  # [E] or [L * E]
+    prefetches: NDArray[np.int64]  # [N, 2] layer, expert
+    prefetch_priority: NDArray[np.float64]  # [N, 2] compared in order
+    clear_prefetches: bool  # drop what this policy still has queued, when the plan acts
+    prefetch_delay_ns: int  # prefetches enter the queue this long after the plan acts
+
+
+class End(NamedTuple):
+    """What exists after the last layer of a forward."""
+
+    forward: int
+    kind: int
+    request: NDArray[np.int64]  # [T]
+    block: NDArray[np.int64]  # [T]
+    confidence: NDArray[np.float64]  # [T] of this very forward
+
+
+@jit
+def plain_plan(transfers, on_cpu, retained):
+    """A plan without prefetches."""
+    return Plan(transfers, on_cpu, retained, np.empty((0, 2), np.int64), np.empty((0, 2), np.float64), False, 0)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One policy, ready for a run: parameters and the functions that every driver calls.
+
+    The state that `init` makes is a NamedTuple of arrays, which the other functions change in place; a policy that
+    prefetches has `score`, [L, E] float64, in it, which ranks residents when a prefetch needs a victim.
+
+    Args:
+        init: (params, shape, slots) -> (state, residents [L, E] bool, capacity [L] or [1] int64). slots is the total.
+        decide: (params, state, step, view) -> Plan, at the gate of each layer.
+        boundary: (params, state, end, view) -> (capacity, evictions [L, E] bool), after each forward's last layer.
+        place: (params, state, step) -> residents [E] bool of the step's layer, free of charge; for bounds only.
+        reads_estimates: decisions depend on `view.estimates`, so that they hold for one profile only.
+        clairvoyant: was built from the trace that it is run on.
+        warnings: what the person who reads the results should know about this policy on this trace.
+    """
+
+    name: str
+    params: Any
+    init: Callable[[Any, ModelShape, int], tuple[Any, NDArray[np.bool_], NDArray[np.int64]]]
+    decide: Callable[[Any, Any, Step, View], Plan]
+    boundary: Callable[[Any, Any, End, View], tuple[NDArray[np.int64], NDArray[np.bool_]]] | None = None
+    place: Callable[[Any, Any, Step], NDArray[np.bool_]] | None = None
+    pool: str = "layer"
+    misses: str = "h2d"
+    reads_estimates: bool = False
+    clairvoyant: bool = False
+    sized: bool = True  # False: ignores the cache size (full, ondemand)
+    variant: str = ""  # knobs that differ from their defaults, as key=value
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a policy may be built from, beyond its knobs."""
+
+    shape: ModelShape
+    passes: Iterable[Pass] = ()  # the trace of the run, for clairvoyant policies alone; can be iterated repeatedly
+    calibration: Iterable[Pass] = ()  # passes disjoint from the evaluated requests
+    calibration_name: str = ""
+    estimates: Estimates = field(default_factory=lambda: Estimates(0, 0, 0))
+    seed: int = 0

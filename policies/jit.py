@@ -1,0 +1,48 @@
+"""Compile with numba, keeping the machine code in a cache that is named by the sources it was made from."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+
+Function = TypeVar("Function")
+
+_SOURCES = ("policies", "simulator")
+
+
+@cache
+def cache_dir() -> Path:
+    """Directory of compiled code: one for each state of the sources of policies and simulator.
+
+    numba's own cache looks only at the file of the function itself: a function that calls a helper in another
+    file keeps the helper's old code. With the directory named by all sources, no stale code can be found.
+    `OLEDSIM_CACHE_DIR` moves it; the default is the user's cache directory.
+    """
+    root = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256(f"{numba.__version__} {np.__version__}".encode())
+    for package in _SOURCES:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    base = os.environ.get("OLEDSIM_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oledsim"
+    return Path(base) / f"numba-{digest.hexdigest()[:16]}"
+
+
+def jit(function: Function) -> Function:
+    """Compile a function of the numba subset on first call, from cache where it was compiled before.
+
+    numba reads its cache setting when it decorates, so it is set for that moment only: other users of numba in
+    the process keep theirs.
+    """
+    before = numba.config.CACHE_DIR  # type: ignore[attr-defined]
+    numba.config.CACHE_DIR = str(cache_dir())  # type: ignore[attr-defined]
+    try:
+        compiled: Any = numba.njit(cache=True)(function)
+    finally:
+        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+    return compiled

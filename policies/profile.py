@@ -1,0 +1,229 @@
+"""What a machine costs: the hardware profile, and the costs it gives for one model shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import floor
+from typing import NamedTuple
+
+from policies.contract import Estimates
+from policies.jit import jit
+from tracer.schema import ModelShape
+
+NON_EXPERT_BYTES = 2  # attention, gate, shared experts and head stay in bfloat16 whatever the experts are
+
+
+class ProfileError(ValueError):
+    """A hardware profile is incomplete, impossible, or says nothing of the asked shape."""
+
+
+class Costs(NamedTuple):
+    """Everything an engine charges, for one profile, shape, expert size and policy. Times in ns."""
+
+    n_a_ns: float  # non-expert part of one layer: a + b * tokens + c * kv_len
+    n_b_ns: float
+    n_c_ns: float
+    g_a_ns: float  # grouped expert kernel: a + b * experts + c * tokens
+    g_b_ns: float
+    g_c_ns: float
+    h2d_latency_ns: float  # one copy: latency + bytes / bandwidth
+    h2d_bytes_per_s: float
+    expert_bytes: int
+    cpu_a_ns: float  # batch of experts on the CPU: a + sum of (b0 + b1 * load)
+    cpu_b0_ns: float
+    cpu_b1_ns: float
+    cpu_roundtrip_ns: int
+    tail_ns: int  # dense layers, embedding, head and sampling, once a forward
+    gate_sync_ns: int
+    policy_ns: int
+    h2d_slowdown: float
+    cpu_slowdown: float
+    transfer_chunk: int
+
+
+@jit
+def round_half_up(value):
+    """The one rounding of every cost: to whole ns, halves up."""
+    return int(floor(value + 0.5))
+
+
+@jit
+def layer_ns(costs, tokens, kv_len):
+    """Non-expert part of one layer: attention, gate, shared expert."""
+    return round_half_up(costs.n_a_ns + costs.n_b_ns * tokens + costs.n_c_ns * kv_len)
+
+
+@jit
+def kernel_ns(costs, experts, tokens):
+    """One grouped expert kernel; an empty group costs nothing."""
+    if experts == 0:
+        return 0
+    return round_half_up(costs.g_a_ns + costs.g_b_ns * experts + costs.g_c_ns * tokens)
+
+
+@jit
+def copy_ns(costs, slowed):
+    """One expert from pinned host memory to the GPU, `slowed` while the CPU batch runs."""
+    factor = costs.h2d_slowdown if slowed else 1.0
+    return round_half_up((costs.h2d_latency_ns + costs.expert_bytes * 1e9 / costs.h2d_bytes_per_s) * factor)
+
+
+@jit
+def cpu_batch_ns(costs, experts, tokens, slowed):
+    """One batch of experts on the CPU; `tokens` is the sum of their loads. An empty batch costs nothing."""
+    if experts == 0:
+        return 0
+    factor = costs.cpu_slowdown if slowed else 1.0
+    return round_half_up((costs.cpu_a_ns + costs.cpu_b0_ns * experts + costs.cpu_b1_ns * tokens) * factor)
+
+
+@dataclass(frozen=True)
+class ShapeCosts:
+    """Costs measured at one shape: non-expert layer, expert kernel, CPU batch and tail."""
+
+    hidden: int
+    expert_intermediate: int
+    expert_bytes: int
+    n_ns: tuple[float, float, float]  # a, per token, per committed position
+    g_ns: tuple[float, float, float]  # a, per expert, per token
+    cpu_a_ns: float
+    cpu_b0_ns: float
+    cpu_b1_ns: float
+    tail_ns: float
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Rates from which costs at any shape follow: time = launches + bytes / bandwidth + operations / rate."""
+
+    gpu_bytes_per_s: float
+    gpu_flops_per_s: float
+    cpu_bytes_per_s: float
+    cpu_flops_per_s: float
+    kernel_ns: float  # launch and drain of one kernel
+    kernels_per_layer: int = 10  # non-expert part
+    kernels_per_tail: int = 20
+    cpu_start_ns: float = 20_000.0
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """One machine, measured or from data sheets (`provenance`); `assumed` names the keys that are guesses."""
+
+    name: str
+    provenance: str
+    machine: str
+    date: str
+    h2d_latency_ns: float
+    h2d_bytes_per_s: float
+    cpu_workers: int
+    gate_sync_ns: float = 0.0
+    cpu_roundtrip_ns: float = 0.0
+    policy_ns: Mapping[str, float] = field(default_factory=dict)  # by policy name; `default` for the rest
+    h2d_slowdown: float = 1.0
+    cpu_slowdown: float = 1.0
+    transfer_chunk: int = 4
+    h2d_pageable_bytes_per_s: float | None = None
+    roofline: Roofline | None = None
+    shapes: tuple[ShapeCosts, ...] = ()
+    provisional: bool = False
+    assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.provenance not in ("measured", "datasheet"):
+            raise ProfileError(f"{self.name}: provenance {self.provenance!r}: allowed are measured, datasheet")
+        if self.transfer_chunk < 1 or self.cpu_workers < 1:
+            raise ProfileError(f"{self.name}: transfer_chunk and cpu_workers must be at least 1")
+        positive = {"h2d_bytes_per_s": self.h2d_bytes_per_s}
+        not_negative = {
+            "h2d_latency_ns": self.h2d_latency_ns,
+            "gate_sync_ns": self.gate_sync_ns,
+            "cpu_roundtrip_ns": self.cpu_roundtrip_ns,
+            **{f"policy_ns.{name}": value for name, value in self.policy_ns.items()},
+        }
+        if self.roofline:
+            rates = ("gpu_bytes_per_s", "gpu_flops_per_s", "cpu_bytes_per_s", "cpu_flops_per_s")
+            positive |= {f"roofline.{key}": getattr(self.roofline, key) for key in rates}
+            not_negative |= {f"roofline.{key}": getattr(self.roofline, key) for key in ("kernel_ns", "cpu_start_ns")}
+        for entry in self.shapes:
+            where = f"shapes[{entry.hidden}x{entry.expert_intermediate}]"
+            not_negative |= {f"{where}.{key}": getattr(entry, key) for key in ("cpu_a_ns", "cpu_b0_ns", "cpu_b1_ns", "tail_ns")}
+            not_negative |= {f"{where}.n_ns": min(entry.n_ns), f"{where}.g_ns": min(entry.g_ns)}
+        for key, value in positive.items():
+            if not 0 < value < float("inf"):
+                raise ProfileError(f"{self.name}: {key} is {value}, must be a number above 0")
+        for key, value in not_negative.items():
+            if not 0 <= value < float("inf"):
+                raise ProfileError(f"{self.name}: {key} is {value}, must be a number of at least 0")
+        for key in ("h2d_slowdown", "cpu_slowdown"):
+            if not 1 <= getattr(self, key) < float("inf"):
+                raise ProfileError(f"{self.name}: {key} is {getattr(self, key)}, must be at least 1")
+
+    def costs(self, shape: ModelShape, expert_bytes: int, policy: str) -> Costs:
+        """Costs of running `policy` on this machine with experts of this shape and size.
+
+        A measurement at exactly this shape is used where the profile has one, else the roofline.
+
+        Raises:
+            ProfileError: the profile has neither, or the trace does not know its model's sizes.
+        """
+        if not (shape.hidden and shape.expert_intermediate and shape.num_heads):
+            raise ProfileError("the trace does not know its model's sizes, so nothing can be timed; set shape=llada2.0-mini or another")
+        entry = self._measured(shape, expert_bytes) or self._from_roofline(shape, expert_bytes)
+        policy_ns = self.policy_ns.get(policy, self.policy_ns.get("default", 0.0))
+        return Costs(
+            *map(float, entry.n_ns),
+            *map(float, entry.g_ns),
+            float(self.h2d_latency_ns),
+            float(self.h2d_bytes_per_s),
+            int(expert_bytes),
+            float(entry.cpu_a_ns),
+            float(entry.cpu_b0_ns),
+            float(entry.cpu_b1_ns),
+            round_half_up(float(self.cpu_roundtrip_ns)),
+            round_half_up(float(entry.tail_ns)),
+            round_half_up(float(self.gate_sync_ns)),
+            round_half_up(float(policy_ns)),
+            float(self.h2d_slowdown),
+            float(self.cpu_slowdown),
+            int(self.transfer_chunk),
+        )
+
+    def _measured(self, shape: ModelShape, expert_bytes: int) -> ShapeCosts | None:
+        wanted = (shape.hidden, shape.expert_intermediate, expert_bytes)
+        return next((s for s in self.shapes if (s.hidden, s.expert_intermediate, s.expert_bytes) == wanted), None)
+
+    def _from_roofline(self, shape: ModelShape, expert_bytes: int) -> ShapeCosts:
+        rates = self.roofline
+        if rates is None:
+            known = ", ".join(f"{s.hidden}x{s.expert_intermediate} at {s.expert_bytes} bytes" for s in self.shapes) or "none"
+            raise ProfileError(
+                f"{self.name}: not measured at {shape.hidden}x{shape.expert_intermediate} with {expert_bytes} bytes an expert; measured: {known}"
+            )
+        attention = shape.hidden * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
+        expert = 3 * shape.hidden * shape.expert_intermediate
+        layer = attention + shape.num_experts * shape.hidden + shape.num_shared_experts * expert
+        dense = shape.num_dense_layers * (attention + 3 * shape.hidden * shape.dense_intermediate)
+        kv_bytes = 2 * shape.num_kv_heads * shape.head_dim * NON_EXPERT_BYTES
+        gpu_byte_ns, gpu_flop_ns = 1e9 / rates.gpu_bytes_per_s, 1e9 / rates.gpu_flops_per_s
+        return ShapeCosts(
+            hidden=shape.hidden,
+            expert_intermediate=shape.expert_intermediate,
+            expert_bytes=expert_bytes,
+            n_ns=(
+                rates.kernels_per_layer * rates.kernel_ns + layer * NON_EXPERT_BYTES * gpu_byte_ns,
+                2 * layer * gpu_flop_ns,
+                kv_bytes * gpu_byte_ns,
+            ),
+            g_ns=(rates.kernel_ns, expert_bytes * gpu_byte_ns, 2 * expert * gpu_flop_ns),
+            cpu_a_ns=rates.cpu_start_ns,
+            cpu_b0_ns=expert_bytes * 1e9 / rates.cpu_bytes_per_s,
+            cpu_b1_ns=2 * expert * 1e9 / rates.cpu_flops_per_s,
+            tail_ns=rates.kernels_per_tail * rates.kernel_ns + (dense + shape.vocab * shape.hidden) * NON_EXPERT_BYTES * gpu_byte_ns,
+        )
+
+
+def estimates_of(costs: Costs) -> Estimates:
+    """The policy's belief, read from the same profile: integers, so that dispatch compares exact times."""
+    return Estimates(copy_ns(costs, False), round_half_up(costs.cpu_b0_ns), round_half_up(costs.cpu_b1_ns))
