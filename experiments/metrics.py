@@ -1,0 +1,113 @@
+"""Numbers from the table of forwards: one function for each metric, the same for simulated and replayed runs.
+
+Every function takes the table that `experiments.results.ForwardTable` makes, looks only at forwards that are not
+warm-up, and returns None where nothing was counted (0/0). Cache metrics look at decode forwards only: denoise, idle,
+commit and edit. Ratios are sum over sum, not means of ratios, except where the docstring says so.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+
+def counted(forwards: pl.DataFrame) -> pl.DataFrame:
+    """Forwards that are not warm-up."""
+    return forwards.filter(~pl.col("warmup"))
+
+
+def decode(forwards: pl.DataFrame) -> pl.DataFrame:
+    """Counted forwards that are not prefill."""
+    return counted(forwards).filter(pl.col("kind") != "prefill")
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def _sum(forwards: pl.DataFrame, column: str) -> float:
+    return decode(forwards)[column].sum()
+
+
+def tpot_ms(forwards: pl.DataFrame) -> float | None:
+    """Time per output token: decode time over accepted masked positions."""
+    return _ratio(_sum(forwards, "time_ns") / 1e6, _sum(forwards, "num_accepted"))
+
+
+def ttft_ms(forwards: pl.DataFrame) -> float | None:
+    """Time to first token: from the start of a request's first forward to the end of its first that accepts; a mean."""
+    rows = counted(forwards).select("start_ns", "end_ns", "requests", "accepted").explode("requests", "accepted")
+    first_start = rows.group_by("requests").agg(pl.col("start_ns").min())
+    first_end = rows.filter(pl.col("accepted") > 0).group_by("requests").agg(pl.col("end_ns").min())
+    times = first_start.join(first_end, on="requests")
+    return None if times.is_empty() else float((times["end_ns"] - times["start_ns"]).mean()) / 1e6  # type: ignore[arg-type]
+
+
+def forward_ms(forwards: pl.DataFrame, quantile: float) -> float | None:
+    """Quantile of the time of one decode forward."""
+    value = decode(forwards)["time_ns"].quantile(quantile, "linear")
+    return None if value is None else value / 1e6
+
+
+def tokens_per_forward(forwards: pl.DataFrame) -> float | None:
+    """Accepted masked positions over decode forwards."""
+    return _ratio(_sum(forwards, "num_accepted"), decode(forwards).height)
+
+
+def utilization(forwards: pl.DataFrame) -> float | None:
+    """Expert cache utilization: share of a layer's slots that hold activated experts at the gate.
+
+    Unweighted mean over executions of layers that have slots; None for global pools, which have no slots of a layer.
+
+    Source:
+        OLED-MoE, section 5.1.
+    """
+    return _ratio(_sum(forwards, "utilization_sum"), _sum(forwards, "utilization_layers"))
+
+
+def utilization_slot_weighted(forwards: pl.DataFrame) -> float | None:
+    """Hits over slots, sum over sum; of a global pool each layer execution is given its even share of the slots."""
+    return _ratio(_sum(forwards, "num_hits"), _sum(forwards, "num_slots"))
+
+
+def hit_ratio(forwards: pl.DataFrame) -> float | None:
+    """Activated experts that are resident at the gate, over activated experts."""
+    return _ratio(_sum(forwards, "num_hits"), _sum(forwards, "num_activated"))
+
+
+def token_hit_ratio(forwards: pl.DataFrame) -> float | None:
+    """Routed tokens whose expert is resident at the gate, over routed tokens."""
+    return _ratio(_sum(forwards, "hit_tokens"), _sum(forwards, "routed_tokens"))
+
+
+def effective_transfer_ratio(forwards: pl.DataFrame) -> float | None:
+    """Transferred experts that are retained and activated in their layer's next execution, over transferred experts.
+
+    Source:
+        OLED-MoE, section 5.3.
+    """
+    return _ratio(_sum(forwards, "transfers_effective"), _sum(forwards, "transfers_judged"))
+
+
+def h2d_bytes(forwards: pl.DataFrame, expert_bytes: int) -> int:
+    """Bytes copied to the GPU during decode forwards; a promoted prefetch is copied once."""
+    return int(_sum(forwards, "num_copies")) * expert_bytes
+
+
+def exposed_stall_ms(forwards: pl.DataFrame) -> float:
+    """Time of layers beyond non-expert part, gate synchronisation, decision and kernel over the hits; a sum."""
+    return _sum(forwards, "exposed_stall_ns") / 1e6
+
+
+def policy_ms(forwards: pl.DataFrame) -> float:
+    """Charged decision time; a sum."""
+    return _sum(forwards, "policy_ns") / 1e6
+
+
+def link_busy_ratio(forwards: pl.DataFrame) -> float | None:
+    """Share of decode time in which a demand copy is under way."""
+    return _ratio(_sum(forwards, "link_busy_ns"), _sum(forwards, "time_ns"))
+
+
+def cpu_busy_ratio(forwards: pl.DataFrame) -> float | None:
+    """Share of decode time in which CPU experts run or their results return."""
+    return _ratio(_sum(forwards, "cpu_busy_ns"), _sum(forwards, "time_ns"))

@@ -1,0 +1,148 @@
+"""From an engine's log to one row for each forward: the table that every metric, interval and plot reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from policies.log import DecisionHash, LogChunk, Ragged, Table
+from tracer.schema import ForwardKind
+
+PREFETCH_COUNTS = (
+    "prefetch_issued",
+    "prefetch_started",
+    "prefetch_landed",
+    "prefetch_late",
+    "prefetch_unserved",
+    "prefetch_unused",
+    "prefetch_dropped_begin",
+    "prefetch_dropped_flag",
+    "prefetch_dropped_victim",
+)
+
+
+class ForwardTable:
+    """Sums a log, chunk by chunk, into one row for each forward.
+
+    The first `warmup_requests` requests of the run are simulated but not counted; a forward that several requests
+    share is counted only if none of them is a warm-up request.
+
+    Args:
+        num_layers, num_experts: of the trace.
+        policy_ns: charged decision time of one layer.
+        is_global: one pool for all layers; capacity then is the pool's.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, warmup_requests: int, policy_ns: int, is_global: bool) -> None:
+        self._num_layers, self._num_experts = num_layers, num_experts
+        self._warmup_requests, self._policy_ns, self._is_global = warmup_requests, policy_ns, is_global
+        self._seen: dict[int, None] = {}  # requests in order of appearance
+        self._frames: list[pl.DataFrame] = []
+        self._last: tuple[NDArray[np.bool_], NDArray[np.bool_]] | None = None  # kept transfers, transferred: [L, E]
+        self._hash = DecisionHash()
+
+    def add(self, chunk: LogChunk) -> None:
+        """Add the next stretch of whole forwards."""
+        layers, forwards = chunk.layers, chunk.forwards
+        if not len(forwards):
+            return
+        warmup = self._warmup(forwards.lists["requests"])
+        self._hash.update(layers, np.repeat(~warmup, self._num_layers))
+        columns = {name: forwards.scalars[name] for name in ("forward", "pass_id", "start_ns", "end_ns")}
+        columns["kind"] = [ForwardKind(kind).name.lower() for kind in forwards.scalars["kind"]]
+        columns["time_ns"] = forwards.scalars["end_ns"] - forwards.scalars["start_ns"]
+        columns["warmup"] = warmup
+        frame = pl.DataFrame(columns | self._sums(layers))
+        lists = [_list_series(name, column) for name, column in forwards.lists.items()]
+        accepted = pl.Series("num_accepted", _row_sums(forwards.lists["accepted"]))
+        self._frames.append(frame.with_columns(accepted, *lists))
+
+    def frame(self) -> pl.DataFrame:
+        """The table so far: one row for each forward pass, counts summed over its layers."""
+        return pl.concat(self._frames) if self._frames else pl.DataFrame()
+
+    @property
+    def decision_hash(self) -> str:
+        """Hash of the decisions of the counted forwards so far."""
+        return self._hash.hexdigest()
+
+    def _warmup(self, requests: Ragged) -> NDArray[np.bool_]:
+        for request in requests.values.tolist():
+            self._seen.setdefault(request)
+        first = list(self._seen)[: self._warmup_requests]
+        is_warmup = np.isin(requests.values, first).astype(np.int64)
+        return np.add.reduceat(is_warmup, requests.offsets[:-1]) > 0
+
+    def _sums(self, layers: Table) -> dict[str, NDArray[np.int64] | NDArray[np.float64]]:
+        """Per-forward sums; each forward has one row for each layer, in order."""
+        scalars, lists = layers.scalars, layers.lists
+        num_hits, num_transfers, num_on_cpu = (lists[name].lengths() for name in ("hits", "transfers", "on_cpu"))
+        routed = scalars["hit_tokens"] + _row_sums(lists["transfer_loads"]) + _row_sums(lists["cpu_loads"])
+        slots = scalars["capacity"] / self._num_layers if self._is_global else scalars["capacity"].astype(float)
+        judged = (slots > 0) & (not self._is_global)
+        promoted = scalars["num_promoted"]
+        transfer_start, transfer_end = lists["transfer_start_ns"].values, lists["transfer_end_ns"].values
+        copy_time = Ragged(lists["transfer_start_ns"].offsets, transfer_end - transfer_start)
+        effective, transferred = self._effective(layers)
+        columns = {
+            "num_activated": scalars["num_activated"].astype(np.int64),
+            "num_hits": num_hits,
+            "routed_tokens": routed.astype(np.int64),
+            "hit_tokens": scalars["hit_tokens"].astype(np.int64),
+            "num_slots": slots,
+            "utilization_sum": np.divide(num_hits, slots, out=np.zeros(len(slots)), where=judged),
+            "utilization_layers": judged.astype(np.int64),
+            "num_transfers": num_transfers,
+            "num_promoted": promoted.astype(np.int64),
+            "num_on_cpu": num_on_cpu,
+            "num_copies": num_transfers - promoted + scalars["prefetch_started"],
+            "transfers_judged": transferred,
+            "transfers_effective": effective,
+            "link_busy_ns": _row_sums(copy_time),
+            "cpu_busy_ns": scalars["cpu_end_ns"] - scalars["plan_ns"],
+            "exposed_stall_ns": scalars["end_ns"] - scalars["hits_end_ns"],
+            "policy_ns": np.full(len(slots), self._policy_ns),
+            **{name: scalars[name].astype(np.int64) for name in PREFETCH_COUNTS},
+        }
+        return {name: values.reshape(-1, self._num_layers).sum(axis=1) for name, values in columns.items()}
+
+    def _effective(self, layers: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each row: how many of the previous execution's transfers were kept and are activated now, and of how many.
+
+        A layer's last execution is never judged, because nothing follows it. Only transfers of decode forwards count.
+        """
+        shape = (len(layers), self._num_experts)
+        activated, transferred, retained = (np.zeros(shape, bool) for _ in range(3))
+        for name in ("hits", "transfers", "on_cpu"):
+            activated[_rows(layers.lists[name]), layers.lists[name].values] = True
+        column = layers.lists["transfers"]
+        transferred[_rows(column), column.values] = True
+        column = layers.lists["retained"]
+        rows, experts = _rows(column), column.values
+        if self._is_global:  # of the whole pool, keep what belongs to the row's layer
+            own = experts // self._num_experts == layers.scalars["layer"][rows]
+            rows, experts = rows[own], experts[own] % self._num_experts
+        retained[rows, experts] = True
+        transferred[layers.scalars["kind"] == ForwardKind.PREFILL] = False
+        kept = retained & transferred
+        if self._last is None:
+            self._last = (np.zeros((self._num_layers, self._num_experts), bool),) * 2
+        previous_kept = np.concatenate([self._last[0], kept[: -self._num_layers]])
+        previous_transferred = np.concatenate([self._last[1], transferred[: -self._num_layers]])
+        self._last = (kept[-self._num_layers :], transferred[-self._num_layers :])
+        return (previous_kept & activated).sum(axis=1), previous_transferred.sum(axis=1)
+
+
+def _rows(column: Ragged) -> NDArray[np.int64]:
+    """Row number of each value of a list column."""
+    return np.repeat(np.arange(len(column)), column.lengths())
+
+
+def _row_sums(column: Ragged) -> NDArray[np.int64]:
+    sums = np.concatenate([[0], np.cumsum(column.values, dtype=np.int64)])
+    return sums[column.offsets[1:]] - sums[column.offsets[:-1]]
+
+
+def _list_series(name: str, column: Ragged) -> pl.Series:
+    return pl.Series(name, [column[row].tolist() for row in range(len(column))], dtype=pl.List(pl.Int32))
