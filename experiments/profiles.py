@@ -78,7 +78,9 @@ def _read(group: str, name_or_path: str | Path) -> dict[str, Any]:
     else:
         close = difflib.get_close_matches(str(name_or_path), names(group), 1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise ProfileError(f"{group} {str(name_or_path)!r} is not known{hint} Allowed: {', '.join(names(group))}, or the path of a .yaml file")
+        raise ProfileError(
+            f"{group} {str(name_or_path)!r} is not known{hint} Allowed: {', '.join(names(group))}, or the path of a .yaml file"
+        )
     try:
         values = yaml.load(text, _NumberLoader)
     except yaml.YAMLError as error:

@@ -34,7 +34,9 @@ class ForwardTable:
         is_global: one pool for all layers; capacity then is the pool's.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, warmup_requests: int, policy_ns: int, is_global: bool) -> None:
+    def __init__(
+        self, num_layers: int, num_experts: int, warmup_requests: int, policy_ns: int, is_global: bool
+    ) -> None:
         self._num_layers, self._num_experts = num_layers, num_experts
         self._warmup_requests, self._policy_ns, self._is_global = warmup_requests, policy_ns, is_global
         self._seen: dict[int, None] = {}  # requests in order of appearance
@@ -60,7 +62,11 @@ class ForwardTable:
 
     def frame(self) -> pl.DataFrame:
         """The table so far: one row for each forward pass, counts summed over its layers."""
-        return pl.concat(self._frames) if self._frames else pl.DataFrame()
+        if not self._frames:
+            return pl.DataFrame()
+        # what became of a forward's transfers is known one forward later; the run's last one is not judged
+        judged = [pl.col(name).shift(-1, fill_value=0) for name in ("transfers_judged", "transfers_effective")]
+        return pl.concat(self._frames).with_columns(judged)
 
     @property
     def decision_hash(self) -> str:
@@ -108,10 +114,7 @@ class ForwardTable:
         return {name: values.reshape(-1, self._num_layers).sum(axis=1) for name, values in columns.items()}
 
     def _effective(self, layers: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each row: how many of the previous execution's transfers were kept and are activated now, and of how many.
-
-        A layer's last execution is never judged, because nothing follows it. Only transfers of decode forwards count.
-        """
+        """For each row: how many of the layer's previous transfers were kept and are activated now, and of how many."""
         shape = (len(layers), self._num_experts)
         activated, transferred, retained = (np.zeros(shape, bool) for _ in range(3))
         for name in ("hits", "transfers", "on_cpu"):
@@ -124,7 +127,6 @@ class ForwardTable:
             own = experts // self._num_experts == layers.scalars["layer"][rows]
             rows, experts = rows[own], experts[own] % self._num_experts
         retained[rows, experts] = True
-        transferred[layers.scalars["kind"] == ForwardKind.PREFILL] = False
         kept = retained & transferred
         if self._last is None:
             self._last = (np.zeros((self._num_layers, self._num_experts), bool),) * 2
