@@ -1,0 +1,1 @@
+"""Configuration files, read by Hydra as pkg://conf."""

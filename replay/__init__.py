@@ -1,0 +1,1 @@
+"""Replays decisions on real hardware."""
