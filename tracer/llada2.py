@@ -1,0 +1,302 @@
+"""The LLaDA2.0 and LLaDA2.1 architecture, with a cache of keys and values and an observer of its routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tracer.llada2_config import LLaDA2Config
+from tracer.moe import Mlp, MoeLayer, route
+from tracer.schema import TraceError
+
+__all__ = ["KVCache", "LLaDA2", "LLaDA2Config", "Observer", "block_causal_mask", "route"]
+
+
+class Observer(Protocol):
+    """Sees what a forward pass computes; the tensors are the model's own, on its device, and must not be changed."""
+
+    def embedded(self, embeddings: Tensor) -> None:
+        """Take the output [B, T, H] of the embedding layer, once a forward."""
+
+    def moe_layer(
+        self,
+        layer_id: int,
+        router_input: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        scores: Tensor,
+        biased: Tensor,
+        output: Tensor,
+    ) -> None:
+        """Take what one MoE layer did, once a layer and forward, in layer order.
+
+        Args:
+            layer_id: True number of the layer.
+            router_input: Normalised input of gate and experts, [B, T, H].
+            ids: Chosen experts, best biased score first, [B, T, K].
+            weights: Gates of the chosen experts, summing to 1, the model's scale not applied, fp32, [B, T, K].
+            scores: Sigmoid router scores, fp32, [B, T, E].
+            biased: Scores plus expert bias, fp32, [B, T, E].
+            output: Residual stream after the layer, [B, T, H].
+        """
+
+
+class KVCache:
+    """Keys (normalised and rotated) and values of the committed positions, the first `length` of each request.
+
+    A forward writes its own keys and values behind the committed ones, and the next one overwrites them unless they
+    were committed: those of a denoising forward saw masks and are stale once a token is accepted.
+    """
+
+    def __init__(
+        self, config: LLaDA2Config, batch_size: int, max_len: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        if not 1 <= max_len <= config.max_position_embeddings:
+            raise TraceError(f"cache of {max_len} positions: the model allows 1 to {config.max_position_embeddings}")
+        heads, dim = config.num_key_value_heads, config.head_dim
+        size = (config.num_hidden_layers, 2, batch_size, heads, max_len, dim)
+        self.storage = torch.empty(size, dtype=dtype, device=device)  # [layers, 2, B, kv heads, max_len, head_dim]
+        self.length = 0
+
+    @property
+    def max_len(self) -> int:
+        """Positions for which there is room."""
+        return self.storage.shape[4]
+
+    def extend(self, layer_id: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one layer's keys and values, [B, kv heads, T, head_dim], and return all, committed ones first."""
+        end = self.length + keys.shape[2]
+        if end > self.max_len:
+            raise TraceError(
+                f"{self.length} committed and {keys.shape[2]} new positions: the cache holds {self.max_len}"
+            )
+        if keys.requires_grad:
+            raise TraceError("a forward with a cache has no gradient: run it under torch.no_grad()")
+        self.storage[layer_id, 0, :, :, self.length : end] = keys
+        self.storage[layer_id, 1, :, :, self.length : end] = values
+        return self.storage[layer_id, 0, :, :, :end], self.storage[layer_id, 1, :, :, :end]
+
+    def truncate(self, length: int) -> None:
+        """Forget the committed positions from `length` on."""
+        if not 0 <= length <= self.length:
+            raise TraceError(f"truncate to {length}: the cache holds {self.length} committed positions")
+        self.length = length
+
+    def reset(self) -> None:
+        """Forget every position."""
+        self.length = 0
+
+
+def block_causal_mask(num_tokens: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
+    """Mask [T, T] under which a token attends to its own block and those before; blocks start at position 0."""
+    blocks = torch.arange(num_tokens, device=device) // block_length
+    return blocks.unsqueeze(0) <= blocks.unsqueeze(1)
+
+
+class RmsNorm(nn.Module):
+    """Root-mean-square norm, computed in fp32 and cast back before the weight is applied."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def rotary_angles(positions: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine in fp32 of each position's angles.
+
+    Args:
+        positions: Absolute, [..., T].
+        rotary_dim: Dimensions that rotate, R.
+        theta: Base of the frequencies.
+
+    Returns:
+        Two tensors [..., T, R / 2]; entry i belongs to the pair of dimensions (i, i + R / 2).
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=positions.device) / rotary_dim
+    angles = positions.unsqueeze(-1).float() * (1.0 / theta**exponents)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the leading dimensions of heads [B, heads, T, head_dim] by angles [B or 1, 1, T, R / 2]."""
+    half = cos.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with norms of query and key before a partial rotation."""
+
+    def __init__(self, config: LLaDA2Config, layer_id: int) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        self.head_dim = config.head_dim
+        self.query_key_value = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=False)
+        self.query_layernorm = RmsNorm(config.head_dim, config.rms_norm_eps)
+        self.key_layernorm = RmsNorm(config.head_dim, config.rms_norm_eps)
+        self.dense = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value heads, [B, heads, T, head_dim], of a normalised input [B, T, H]."""
+        fused = self.query_key_value(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query, key, value = fused.split(self.heads, dim=1)
+        return query, key, value
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
+        """Attend from [B, T, H] to the committed positions and to itself."""
+        query, key, value = self.split(x)
+        query = self.query_layernorm(query)
+        key = self.key_layernorm(key)
+        cos, sin = cos.to(query.dtype), sin.to(query.dtype)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if cache is not None:
+            key, value = cache.extend(self.layer_id, key, value)
+        group = self.heads[0] // self.heads[1]
+        # Repeated by hand: enable_gqa would rule out the memory-efficient kernel.
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+        context = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.dense(context.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """One pre-norm transformer layer, dense or MoE."""
+
+    def __init__(self, config: LLaDA2Config, layer_id: int, expert_bias_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, layer_id)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        dense = layer_id < config.first_k_dense_replace
+        self.mlp = Mlp(config.hidden_size, config.intermediate_size) if dense else MoeLayer(config, expert_bias_dtype)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cache: KVCache | None,
+        observer: Observer | None,
+    ) -> Tensor:
+        """Advance the residual stream [B, T, H] by one layer."""
+        hidden = hidden + self.attention(self.input_layernorm(hidden), cos, sin, mask, cache)
+        normed = self.post_attention_layernorm(hidden)
+        if isinstance(self.mlp, Mlp):
+            return hidden + self.mlp(normed)
+        update, routing = self.mlp(normed)
+        hidden = hidden + update
+        if observer is not None:
+            ids, weights, scores, biased = (values.unflatten(0, hidden.shape[:2]) for values in routing)
+            observer.moe_layer(self.layer_id, normed, ids, weights, scores, biased, hidden)
+        return hidden
+
+
+class LLaDA2(nn.Module):
+    """A LLaDA2.x model with freshly drawn weights; `tracer.checkpoint.load` reads trained ones.
+
+    Modules carry the names of the checkpoint, less its leading `model.`, except that experts are stacked. A cast of
+    the model (`.to(torch.bfloat16)`) leaves the expert biases as they are.
+    """
+
+    def __init__(self, config: LLaDA2Config, *, expert_bias_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i, expert_bias_dtype) for i in range(config.num_hidden_layers))
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:  # norms stay at 1
+                nn.init.normal_(parameter, std=config.initializer_range)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.lm_head.weight.dtype
+
+    def moe_layers(self) -> Iterator[tuple[int, MoeLayer]]:
+        """True number and MoE part of each MoE layer, in order."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, MoeLayer):
+                yield layer.layer_id, layer.mlp
+
+    def num_parameters(self) -> int:
+        """Trained numbers; expert biases, which are buffers, are not counted."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def new_cache(self, batch_size: int, max_len: int) -> KVCache:
+        """An empty cache in the dtype of the model and on its device."""
+        return KVCache(self.config, batch_size, max_len, dtype=self.dtype, device=self.device)
+
+    def gate_scores(self, layer_id: int, router_input: Tensor) -> tuple[Tensor, Tensor]:
+        """What the gate of any MoE layer makes of a router input [..., H], be it another layer's.
+
+        Returns:
+            Sigmoid scores and biased scores, both [..., E] fp32.
+        """
+        mlp = self.layers[layer_id].mlp if 0 <= layer_id < len(self.layers) else None
+        if not isinstance(mlp, MoeLayer):
+            raise TraceError(f"layer {layer_id}: has no gate, MoE layers are {list(self.config.moe_layer_ids)}")
+        scores = mlp.gate.scores(router_input)
+        return scores, scores + mlp.gate.expert_bias.float()
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        *,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        commit: bool = False,
+        observer: Observer | None = None,
+    ) -> Tensor:
+        """Predict the token at every position.
+
+        Args:
+            token_ids: [B, T] int64.
+            positions: Absolute positions, [B, T] or [T]; they may repeat.
+            mask: Bool, broadcastable to [B, 1, T, S] with S the committed positions and T, in this order; True where
+                the query may attend. None lets every query attend to everything.
+            cache: Committed keys and values; needs a forward without gradients.
+            commit: Whether this forward's keys and values join the committed ones.
+            observer: Called with the embeddings and after each MoE layer.
+
+        Returns:
+            Logits [B, T, V] in fp32; row p predicts the token at p itself, not the next one.
+
+        Raises:
+            TraceError: The mask is not bool, or the cache is missing or full.
+        """
+        if mask is not None and mask.dtype != torch.bool:
+            raise TraceError(f"attention mask of {mask.dtype}: must be bool, a number would be added to the scores")
+        if commit and cache is None:
+            raise TraceError("commit without a cache: pass the cache that is to keep the keys and values")
+        hidden = self.word_embeddings(token_ids)
+        if observer is not None:
+            observer.embedded(hidden)
+        cos, sin = rotary_angles(positions, self.config.rotary_dim, self.config.rope_theta)
+        if positions.dim() == 2:
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, mask, cache, observer)
+        if commit:
+            cache.length += token_ids.shape[1]
+        return self.lm_head(self.norm(hidden)).float()
