@@ -45,7 +45,7 @@ class Costs(NamedTuple):
 @jit
 def round_half_up(value):
     """The one rounding of every cost: to whole ns, halves up."""
-    return int(floor(value + 0.5))
+    return floor(value + 0.5)
 
 
 @jit

@@ -1,0 +1,205 @@
+"""Hardware profiles: costs by hand, presets, and refusal of what is not a profile."""
+
+import dataclasses
+
+import pytest
+
+from experiments.profiles import load_profile, load_shape, names, profile_from_dict, profile_hash
+from policies.contract import Estimates
+from policies.profile import (
+    Costs,
+    ProfileError,
+    copy_ns,
+    cpu_batch_ns,
+    estimates_of,
+    kernel_ns,
+    layer_ns,
+    round_half_up,
+)
+
+MINIMAL = {
+    "name": "mine",
+    "provenance": "measured",
+    "machine": "a machine",
+    "date": "2026-01-01",
+    "h2d_latency_ns": 1000,
+    "h2d_bytes_per_s": 50e9,
+    "cpu_workers": 4,
+}
+ROOFLINE = {
+    "gpu_bytes_per_s": 1e12,
+    "gpu_flops_per_s": 1e14,
+    "cpu_bytes_per_s": 1e11,
+    "cpu_flops_per_s": 1e12,
+    "kernel_ns": 1000,
+    "kernels_per_layer": 10,
+    "kernels_per_tail": 20,
+    "cpu_start_ns": 7000,
+}
+
+
+def costs(**changes) -> Costs:
+    values = {
+        "n_a_ns": 100_000.0,
+        "n_b_ns": 10.5,
+        "n_c_ns": 0.25,
+        "g_a_ns": 20_000.0,
+        "g_b_ns": 2_000.0,
+        "g_c_ns": 0.5,
+        "h2d_latency_ns": 174.08,
+        "h2d_bytes_per_s": 50e9,
+        "expert_bytes": 6_291_456,
+        "cpu_a_ns": 50_000.0,
+        "cpu_b0_ns": 150_000.0,
+        "cpu_b1_ns": 5_000.0,
+        "cpu_roundtrip_ns": 30_000,
+        "tail_ns": 0,
+        "gate_sync_ns": 0,
+        "policy_ns": 0,
+        "h2d_slowdown": 1.5,
+        "cpu_slowdown": 1.25,
+        "transfer_chunk": 4,
+    }
+    return Costs(**{**values, **changes})
+
+
+def test_costs_by_hand():
+    c = costs()
+    assert layer_ns(c, 16, 300) == 100_243  # 100000 + 168 + 75
+    assert kernel_ns(c, 2, 3) == 24_002  # 20000 + 4000 + 1.5, halves up
+    assert kernel_ns(c, 0, 0) == 0
+    assert copy_ns(c, False) == 126_003  # 174.08 + 125829.12 = 126003.2
+    assert copy_ns(c, True) == 189_005  # rounded once, after the factor: 189004.8
+    assert cpu_batch_ns(c, 3, 6, False) == 530_000  # 50000 + 3 * 150000 + 6 * 5000
+    assert cpu_batch_ns(c, 3, 6, True) == 662_500
+    assert cpu_batch_ns(c, 0, 0, True) == 0
+
+
+@pytest.mark.parametrize(("value", "rounded"), [(0.5, 1), (1.5, 2), (2.5, 3), (2.4999, 2), (0.0, 0)])
+def test_halves_round_up(value, rounded):
+    assert round_half_up(value) == rounded
+
+
+@pytest.mark.parametrize(
+    ("shape", "expert_bytes", "copy_us"), [("llada2.0-mini", 6 * 2**20, 126), ("llada2.0-flash", 24 * 2**20, 503)]
+)
+def test_expert_sizes_and_their_copies_at_50_gb_per_s(shape, expert_bytes, copy_us):
+    sizes = load_shape(shape)
+    assert sizes.expert_bytes() == expert_bytes
+    assert sizes.expert_bytes("fp8") == expert_bytes // 2
+    assert sizes.expert_bytes("int4") == expert_bytes // 4
+    profile = profile_from_dict({**MINIMAL, "h2d_latency_ns": 0, "roofline": ROOFLINE}, "mine")
+    assert copy_ns(profile.costs(sizes, expert_bytes, "lru"), False) // 1000 == pytest.approx(copy_us, abs=1)
+
+
+def test_roofline_by_hand():
+    profile = profile_from_dict({**MINIMAL, "roofline": ROOFLINE}, "mine")
+    mini = load_shape("llada2.0-mini")
+    c = profile.costs(mini, mini.expert_bytes(), "lru")
+    attention = 2048 * 3072 + 2048 * 2048
+    layer = attention + 256 * 2048 + 3 * 2048 * 512
+    assert c.n_a_ns == pytest.approx(10 * 1000 + 2 * layer / 1e12 * 1e9)
+    assert c.n_b_ns == pytest.approx(2 * layer / 1e14 * 1e9)
+    assert c.n_c_ns == pytest.approx(2048 / 1e12 * 1e9)  # 2 x 4 heads x 128 x 2 bytes a position
+    assert c.g_b_ns == pytest.approx(6291.456)
+    assert c.cpu_b0_ns == pytest.approx(62_914.56)
+    dense = attention + 3 * 2048 * 5120
+    assert c.tail_ns == round_half_up(20_000 + 2 * (dense + 157184 * 2048) / 1e12 * 1e9)
+    assert estimates_of(c) == Estimates(copy_ns(c, False), 62_915, 6_291)
+
+
+def test_a_measurement_at_the_shape_goes_before_the_roofline():
+    mini = load_shape("llada2.0-mini")
+    entry = {
+        "hidden": 2048,
+        "expert_intermediate": 512,
+        "expert_bytes": mini.expert_bytes(),
+        "n_ns": [5, 6, 7],
+        "g_ns": [1, 2, 3],
+        "cpu_a_ns": 1,
+        "cpu_b0_ns": 2,
+        "cpu_b1_ns": 3,
+        "tail_ns": 4,
+    }
+    profile = profile_from_dict({**MINIMAL, "roofline": ROOFLINE, "shapes": [entry]}, "mine")
+    assert profile.costs(mini, mini.expert_bytes(), "lru")[:3] == (5.0, 6.0, 7.0)
+    assert profile.costs(mini, mini.expert_bytes("fp8"), "lru")[0] > 5.0
+    only_measured = profile_from_dict({**MINIMAL, "shapes": [entry]}, "mine")
+    with pytest.raises(ProfileError, match=r"not measured at 4096x1024 .* measured: 2048x512 at 6291456 bytes"):
+        only_measured.costs(load_shape("llada2.0-flash"), 25_165_824, "lru")
+
+
+def test_policy_time_is_by_name_with_a_default():
+    profile = profile_from_dict({**MINIMAL, "roofline": ROOFLINE, "policy_ns": {"default": 5, "oled": 9}}, "mine")
+    mini = load_shape("llada2.0-mini")
+    assert [profile.costs(mini, 100, name).policy_ns for name in ("oled", "lru")] == [9, 5]
+
+
+@pytest.mark.parametrize("name", names("hardware"))
+def test_presets(name):
+    profile = load_profile(name)
+    assert profile.name == name
+    assert profile_hash(profile) == profile_hash(load_profile(name))
+    keys = {field.name for field in dataclasses.fields(profile)}
+    assert all(key.split(".")[0].split("[")[0] in keys for key in profile.assumed)
+    for shape in names("shape"):
+        sizes = load_shape(shape)
+        assert min(profile.costs(sizes, sizes.expert_bytes(), "lru")) >= 0
+    assert (profile.provenance == "datasheet") == bool(profile.assumed and not profile.shapes)
+
+
+def test_the_h200_preset_says_that_it_is_provisional_and_meets_its_probes():
+    profile = load_profile("h200")
+    assert profile.provisional
+    for shape, copy_us, kernel_us in (("llada2.0-mini", 117, 165), ("llada2.0-flash", 458, 550)):
+        sizes = load_shape(shape)
+        c = profile.costs(sizes, sizes.expert_bytes(), "lru")
+        assert copy_ns(c, False) / 1000 == pytest.approx(copy_us, abs=0.5)
+        assert kernel_ns(c, 60, 128) / 1000 == pytest.approx(kernel_us, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"h2d_bytes_per_s": -25e9}, r"mine: h2d_bytes_per_s is -25000000000.0, must be a number above 0"),
+        ({"h2d_bytes_per_s": float("nan")}, "h2d_bytes_per_s is nan"),
+        ({"h2d_latency_ns": -1}, "h2d_latency_ns is -1, must be a number of at least 0"),
+        ({"h2d_slowdown": 0.5}, "h2d_slowdown is 0.5, must be at least 1"),
+        ({"provenance": "guess"}, "allowed are measured, datasheet"),
+        ({"transfer_chunk": 0}, "transfer_chunk and cpu_workers must be at least 1"),
+        ({"cpu_workers": 1.5}, "cpu_workers is 1.5, must be a whole number"),
+        ({"h2d_bandwidth": 1}, "unknown key 'h2d_bandwidth'"),
+        ({"h2d_latency_nss": 1}, "did you mean h2d_latency_ns?"),
+        ({"h2d_latency_ns": "fast"}, "h2d_latency_ns is 'fast', must be a number"),
+        ({"roofline": {"gpu_bytes_per_s": 1}}, "mine: roofline: missing gpu_flops_per_s"),
+        ({"policy_ns": {"lru": -3}}, "policy_ns.lru is -3"),
+        ({"shapes": [3]}, r"mine: shapes\[0\]: must hold keys and values"),
+    ],
+)
+def test_what_is_not_a_profile_is_refused_by_key(changes, message):
+    with pytest.raises(ProfileError, match=message):
+        profile_from_dict({**MINIMAL, **changes}, "mine")
+
+
+def test_missing_keys_and_files(tmp_path):
+    with pytest.raises(ProfileError, match="mine: missing h2d_bytes_per_s"):
+        profile_from_dict({k: v for k, v in MINIMAL.items() if k != "h2d_bytes_per_s"}, "mine")
+    with pytest.raises(ProfileError, match=r"'rtx5091' is not known; did you mean rtx5090\?"):
+        load_profile("rtx5091")
+    with pytest.raises(ProfileError, match="cannot be read: No such file"):
+        load_profile(tmp_path / "none.yaml")
+    own = tmp_path / "own.yaml"
+    own.write_text("name: [")
+    with pytest.raises(ProfileError, match="not YAML"):
+        load_profile(own)
+    own.write_text(
+        "\n".join(f"{key}: {value}" for key, value in MINIMAL.items()) + "\nh2d_pageable_bytes_per_s: 15e9\n"
+    )
+    assert load_profile(own).h2d_pageable_bytes_per_s == 15e9
+
+
+def test_a_trace_that_does_not_know_its_sizes_is_not_timed():
+    profile = profile_from_dict({**MINIMAL, "roofline": ROOFLINE}, "mine")
+    unknown = dataclasses.replace(load_shape("llada2.0-mini"), num_heads=0)
+    with pytest.raises(ProfileError, match="set shape="):
+        profile.costs(unknown, 100, "lru")
