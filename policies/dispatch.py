@@ -1,0 +1,317 @@
+"""Split the misses of one layer between copies to the GPU and execution on the CPU, by load and expected reuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil, floor
+from typing import NamedTuple
+
+import numpy as np
+
+from policies.contract import PolicyError
+from policies.jit import jit
+from tracer.schema import Pass
+
+RHO_ROUNDS = ("half_up", "floor", "ceil")
+_FLOOR, _CEIL = RHO_ROUNDS.index("floor"), RHO_ROUNDS.index("ceil")
+TCOMPS = ("max", "sum")
+MIN_GAIN_NS = 0.5
+
+
+@dataclass
+class DispatchKnobs:
+    """What OLED-MoE's dispatch leaves to choose."""
+
+    kappa: float = 1.0
+    """What reuse is worth: lambda = kappa * activated experts * min(H2D time, CPU time of an average expert).
+
+    It reads p * activated as the probability of reuse, and reuse as one cheaper miss saved; 0 looks at load only.
+    Source: OLED-MoE, section 4.2, where lambda is "not a runtime parameter" and has no value.
+    """
+    lambda_ms: float | None = None
+    """Worth of the whole priority of a layer, in ms, in place of what `kappa` gives."""
+    max_swaps: int = 8
+    """How often experts may change sides after the first split (section 4.4: "bounded swaps")."""
+    tcomp: str = "max"
+    """Time of a split: `max` where copies and CPU run side by side, `sum` where they wait for each other."""
+    t_gpu_ns: int = 0
+    """Time of the kernel over the copied experts, added to the copies."""
+    allow_move: bool = False
+    """Let one expert change sides alone, so that the number of copies leaves its share by up to `drift`.
+
+    Section 4.4 has swaps "without moving the partition far from the hardware-aware split".
+    """
+    drift: int = 1
+    """How many copies more or less than its share `allow_move` permits; without it, none."""
+    rho_round: str = "half_up"
+    """Rounding of the share of copies to whole experts: `half_up`, `floor` or `ceil`."""
+
+    def __post_init__(self) -> None:
+        for name in ("kappa", "lambda_ms", "max_swaps", "t_gpu_ns", "drift"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise PolicyError(f"{name} is {value}: must be a number of at least 0")
+        for name, allowed in (("tcomp", TCOMPS), ("rho_round", RHO_ROUNDS)):
+            if getattr(self, name) not in allowed:
+                raise PolicyError(f"{name} {getattr(self, name)!r}: allowed are {', '.join(allowed)}")
+
+
+class DispatchParams(NamedTuple):
+    """What a split depends on beyond the layer itself."""
+
+    nbar: float  # tokens of an average expert
+    kappa: float
+    lambda_ns: float  # negative: from kappa
+    max_swaps: int
+    tcomp_sum: bool
+    t_gpu_ns: int
+    allow_move: bool
+    drift: int
+    rho_round: int  # index into RHO_ROUNDS
+
+
+def dispatch_params(knobs: DispatchKnobs, nbar: float) -> DispatchParams:
+    """Parameters of the split for these knobs and `nbar` tokens of an average expert."""
+    return DispatchParams(
+        nbar=float(nbar),
+        kappa=float(knobs.kappa),
+        lambda_ns=-1.0 if knobs.lambda_ms is None else knobs.lambda_ms * 1e6,
+        max_swaps=int(knobs.max_swaps),
+        tcomp_sum=knobs.tcomp == "sum",
+        t_gpu_ns=int(knobs.t_gpu_ns),
+        allow_move=bool(knobs.allow_move),
+        drift=int(knobs.drift),
+        rho_round=RHO_ROUNDS.index(knobs.rho_round),
+    )
+
+
+def tokens_per_expert(calibration: Iterable[Pass]) -> float:
+    """Tokens over activated experts, pooled over the decode forwards, layers and requests of a calibration split.
+
+    Raises:
+        PolicyError: the split has no decode forward.
+    """
+    num_tokens = num_activated = 0
+    for pass_ in calibration:
+        if pass_.is_prefill:
+            continue
+        num_tokens += pass_.expert_ids.size
+        num_activated += sum(np.unique(ids).size for ids in pass_.expert_ids)
+    if num_activated == 0:
+        raise PolicyError(
+            "the calibration passes have no decode forward, so the tokens of an average expert are unknown"
+        )
+    return num_tokens / num_activated
+
+
+@jit
+def gpu_share(rho_round, nbar, num_missed, estimates):
+    """How many of the misses go to the GPU: rho of them, rho = cpu / (cpu + h2d) for an expert of `nbar` tokens.
+
+    All of them where neither way costs anything.
+
+    Source: OLED-MoE, section 4.4; cpu = b0 + b1 * nbar stands for its nbar * tau, which is b0 = 0.
+    """
+    cpu_ns = estimates.cpu_b0_ns + estimates.cpu_b1_ns * nbar
+    if cpu_ns + estimates.h2d_ns == 0:
+        return num_missed
+    share = cpu_ns / (cpu_ns + estimates.h2d_ns) * num_missed
+    if rho_round == _FLOOR:
+        count = floor(share)
+    elif rho_round == _CEIL:
+        count = ceil(share)
+    else:
+        count = floor(share + 0.5)
+    return min(max(count, 0), num_missed)
+
+
+@jit
+def reuse_worth(params, nbar, num_activated, estimates):
+    """Lambda, ns: what sending the whole priority of a layer to the GPU is worth."""
+    if params.lambda_ns >= 0:
+        return params.lambda_ns
+    cpu_ns = estimates.cpu_b0_ns + estimates.cpu_b1_ns * nbar
+    return params.kappa * num_activated * min(float(estimates.h2d_ns), cpu_ns)
+
+
+@jit
+def by_priority(members, priority):
+    """Ids of the members, highest priority first, then lowest id.
+
+    Args:
+        members: [E] bool.
+        priority: [E] float64.
+    """
+    count = 0
+    for expert in range(members.size):
+        if members[expert]:
+            count += 1
+    ids = np.empty(count, np.int64)
+    count = 0
+    for expert in range(members.size):
+        if members[expert]:
+            ids[count] = expert
+            count += 1
+    gap = 1
+    while gap < count // 3:
+        gap = 3 * gap + 1
+    while gap > 0:
+        for end in range(gap, count):
+            expert, place = ids[end], end
+            while place >= gap:
+                other = ids[place - gap]
+                if priority[other] > priority[expert] or (priority[other] == priority[expert] and other < expert):
+                    break
+                ids[place] = other
+                place -= gap
+            ids[place] = expert
+        gap //= 3
+    return ids
+
+
+@jit
+def split_misses(params, priority, load, missed, num_activated, estimates):
+    """Split the misses of one layer, with the `nbar` of the parameters; see `split_at`."""
+    return split_at(params, params.nbar, priority, load, missed, num_activated, estimates)
+
+
+@jit
+def split_at(params, nbar, priority, load, missed, num_activated, estimates):
+    """Split the misses of one layer between copies to the GPU and execution on the CPU.
+
+    The share rho of the misses that promise most reuse goes to the GPU; then experts change sides, two at a time,
+    the best exchange first, while that lowers J = time - lambda * sum of the copied priorities by more than half a
+    ns. Equal changes of J: the higher priority sum, then the lower id that enters, then the lower id that leaves.
+
+    Source: OLED-MoE, section 4.4.
+
+    Args:
+        params: DispatchParams.
+        nbar: tokens of an average expert.
+        priority: [E] float64, expected reuse.
+        load: [E] int64, tokens routed to each expert.
+        missed: [E] bool.
+        num_activated: experts activated in this layer.
+        estimates: Estimates, whole ns.
+
+    Returns:
+        Transfers in issue order (priority descending, then id) and CPU experts ascending: int64.
+    """
+    ids = by_priority(missed, priority)
+    num_missed = ids.size
+    num_gpu = gpu_share(params.rho_round, nbar, num_missed, estimates)
+    on_gpu = np.zeros(num_missed + 1, np.bool_)
+    on_gpu[:num_gpu] = True
+    if params.max_swaps > 0:
+        worth = reuse_worth(params, nbar, num_activated, estimates)
+        _refine(params, worth, ids, on_gpu, num_gpu, priority, load, estimates)
+    return _sides(ids, on_gpu, missed)
+
+
+@jit
+def _refine(params, worth, ids, on_gpu, num_gpu, priority, load, estimates):
+    # Entry `nobody` stands in where an expert changes sides alone. Copied experts of one load differ in priority only,
+    # so for each load the one of lowest priority stands for all in the search, and ids are compared afterwards.
+    nobody = ids.size
+    names = np.empty(nobody + 1, np.int64)
+    value = np.zeros(nobody + 1, np.float64)
+    cost_ns = np.zeros(nobody + 1, np.int64)
+    names[nobody] = -1
+    cpu_ns = most = 0
+    for entry in range(nobody):
+        expert = ids[entry]
+        names[entry], value[entry] = expert, priority[expert]
+        cost_ns[entry] = estimates.cpu_b0_ns + estimates.cpu_b1_ns * load[expert]
+        most = max(most, load[expert])
+        if not on_gpu[entry]:
+            cpu_ns += cost_ns[entry]
+    num_copies = num_gpu
+    alone = 1 if params.allow_move else 0
+    lowest = np.empty(most + 1, np.int64)
+    leaving = np.empty(most + 2, np.int64)
+    for _ in range(params.max_swaps):
+        now_ns = _time(params, num_copies, cpu_ns, estimates)
+        num_leaving = _lowest_of_each_load(ids, on_gpu, load, lowest, leaving)
+        if alone:
+            leaving[num_leaving] = nobody
+            num_leaving += 1
+        best_change, best_rise = -MIN_GAIN_NS, 0.0
+        enters = leaves = -1
+        for entry in range(nobody + alone):
+            if on_gpu[entry]:
+                continue
+            for index in range(num_leaving):
+                other = leaving[index]
+                copies = num_copies + (entry < nobody) - (other < nobody)
+                if abs(copies - num_gpu) > params.drift and copies != num_copies:
+                    continue
+                then_ns = _time(params, copies, cpu_ns - cost_ns[entry] + cost_ns[other], estimates)
+                rise = value[entry] - value[other]
+                change = (then_ns - now_ns) - worth * rise
+                if change < best_change or (
+                    enters >= 0
+                    and change == best_change
+                    and (rise > best_rise or (rise == best_rise and names[entry] < names[enters]))
+                ):
+                    best_change, best_rise, enters, leaves = change, rise, entry, other
+        if enters < 0:
+            return
+        for other in range(nobody + alone):
+            if other < nobody and not on_gpu[other]:
+                continue
+            copies = num_copies + (enters < nobody) - (other < nobody)
+            if abs(copies - num_gpu) > params.drift and copies != num_copies:
+                continue
+            then_ns = _time(params, copies, cpu_ns - cost_ns[enters] + cost_ns[other], estimates)
+            rise = value[enters] - value[other]
+            if rise == best_rise and (then_ns - now_ns) - worth * rise == best_change and names[other] < names[leaves]:
+                leaves = other
+        num_copies += (enters < nobody) - (leaves < nobody)
+        cpu_ns += cost_ns[leaves] - cost_ns[enters]
+        if enters < nobody:
+            on_gpu[enters] = True
+        if leaves < nobody:
+            on_gpu[leaves] = False
+
+
+@jit
+def _time(params, num_copies, cpu_ns, estimates):
+    gpu_ns = num_copies * estimates.h2d_ns + params.t_gpu_ns
+    return gpu_ns + cpu_ns if params.tcomp_sum else max(gpu_ns, cpu_ns)
+
+
+@jit
+def _lowest_of_each_load(ids, on_gpu, load, lowest, leaving):
+    lowest[:] = -1
+    for entry in range(ids.size):
+        if on_gpu[entry]:
+            lowest[load[ids[entry]]] = entry
+    count = 0
+    for entry in lowest:
+        if entry >= 0:
+            leaving[count] = entry
+            count += 1
+    return count
+
+
+@jit
+def _sides(ids, on_gpu, missed):
+    num_copies = 0
+    for entry in range(ids.size):
+        num_copies += on_gpu[entry]
+    transfers = np.empty(num_copies, np.int64)
+    on_cpu = np.empty(ids.size - num_copies, np.int64)
+    left = missed.copy()
+    count = 0
+    for entry in range(ids.size):
+        if on_gpu[entry]:
+            transfers[count] = ids[entry]
+            left[ids[entry]] = False
+            count += 1
+    count = 0
+    for expert in range(left.size):
+        if left[expert]:
+            on_cpu[count] = expert
+            count += 1
+    return transfers, on_cpu
