@@ -1,0 +1,267 @@
+"""LLaDA2.x checkpoints in the Hugging Face layout: config.json, an index, and safetensors shards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tracer.llada2 import LLaDA2
+from tracer.llada2_config import LLaDA2Config
+from tracer.moe import MoeLayer
+from tracer.schema import TraceError
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+_STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_NUM_NAMED = 3  # tensors that an error names; a wrong layout has thousands
+
+
+def tensor_shapes(config: LLaDA2Config) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a checkpoint, experts one by one, in the order in which they are saved.
+
+    Source: LLaDA2.0-mini and LLaDA2.1-mini, released index files.
+    """
+    hidden, head_dim = config.hidden_size, config.head_dim
+    query_rows = config.num_attention_heads * head_dim
+    fused_rows = query_rows + 2 * config.num_key_value_heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.word_embeddings.weight": (config.vocab_size, hidden)}
+
+    def add_mlp(prefix: str, intermediate: int) -> None:
+        shapes[f"{prefix}.gate_proj.weight"] = (intermediate, hidden)
+        shapes[f"{prefix}.up_proj.weight"] = (intermediate, hidden)
+        shapes[f"{prefix}.down_proj.weight"] = (hidden, intermediate)
+
+    for layer_id in range(config.num_hidden_layers):
+        layer = f"model.layers.{layer_id}"
+        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{layer}.attention.query_key_value.weight"] = (fused_rows, hidden)
+        shapes[f"{layer}.attention.query_layernorm.weight"] = (head_dim,)
+        shapes[f"{layer}.attention.key_layernorm.weight"] = (head_dim,)
+        shapes[f"{layer}.attention.dense.weight"] = (hidden, query_rows)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+        if layer_id < config.first_k_dense_replace:
+            add_mlp(f"{layer}.mlp", config.intermediate_size)
+            continue
+        shapes[f"{layer}.mlp.gate.weight"] = (config.num_experts, hidden)
+        shapes[f"{layer}.mlp.gate.expert_bias"] = (config.num_experts,)
+        for expert in range(config.num_experts):
+            add_mlp(f"{layer}.mlp.experts.{expert}", config.moe_intermediate_size)
+        add_mlp(f"{layer}.mlp.shared_experts", config.num_shared_experts * config.moe_intermediate_size)
+    shapes["model.norm.weight"] = (hidden,)
+    shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def read_config(directory: str | Path) -> LLaDA2Config:
+    """Read a directory's config.json.
+
+    Raises:
+        TraceError: The file is missing, is not JSON, or describes another architecture.
+    """
+    path = Path(directory) / CONFIG_NAME
+    return LLaDA2Config.from_dict(_read_json(path), str(path))
+
+
+def read_index(directory: str | Path) -> dict[str, Path]:
+    """Shard of every tensor of the model that config.json describes; the shards need not be there yet.
+
+    Raises:
+        TraceError: There is no index (a single model.safetensors is not enough), or its names are not exactly those
+            of `tensor_shapes`.
+    """
+    directory = Path(directory)
+    path = directory / INDEX_NAME
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise TraceError(f"{path}: no object weight_map, which names the shard of every tensor")
+    expected = tensor_shapes(read_config(directory))
+    for fault, names in (
+        ("unknown", [name for name in weight_map if name not in expected]),
+        ("missing", [name for name in expected if name not in weight_map]),
+    ):
+        if names:
+            raise TraceError(f"{path}: {_enumerate(names, fault)}; {CONFIG_NAME} asks for {len(expected)} tensors")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise TraceError(f"{path}: shard {shard!r} of {name}: must be the name of a file in this directory")
+    return {name: directory / weight_map[name] for name in expected}
+
+
+def load(
+    directory: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    expert_bias_dtype: torch.dtype | None = None,
+) -> LLaDA2:
+    """Read a model, shard by shard.
+
+    Args:
+        directory: Holds config.json, the index and the shards.
+        device: Where the model is to be.
+        dtype: Of every weight but the expert biases; the gates compute in fp32 regardless.
+        expert_bias_dtype: Of the expert biases; None keeps what is stored. Rounding fp32 biases to bfloat16, as the
+            released code does, changes the experts of some tokens.
+
+    Raises:
+        TraceError: A shard or tensor is missing or damaged, or has a wrong shape or dtype.
+    """
+    config = read_config(directory)
+    index = read_index(directory)
+    _require_files(index.values())
+    shapes = tensor_shapes(config)
+    with torch.device("meta"):
+        model = LLaDA2(config)
+    model = model.to(dtype).to_empty(device=device)
+    targets = dict(_tensors(model))
+    gates = {f"model.layers.{layer_id}.mlp.gate.expert_bias": mlp.gate for layer_id, mlp in model.moe_layers()}
+    names_of: dict[Path, list[str]] = defaultdict(list)
+    for name, path in index.items():
+        names_of[path].append(name)
+    for path, names in names_of.items():
+        for name, stored in _read_shard(path, {name: shapes[name] for name in names}):
+            if name in gates:
+                gates[name].expert_bias = stored.to(device, expert_bias_dtype or stored.dtype)
+            else:
+                targets[name].copy_(stored)
+    return model
+
+
+def save(model: LLaDA2, directory: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
+    """Write a model, weights in bfloat16 and expert biases in fp32; the directory appears whole or not at all.
+
+    Args:
+        model: Any dtype, on any device.
+        directory: Must not exist, or be empty.
+        max_shard_bytes: A shard is closed before it would grow beyond this, unless one tensor alone does.
+
+    Raises:
+        TraceError: The directory holds something.
+    """
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise TraceError(f"{directory}: exists and is not an empty directory; remove it or name another")
+    shapes = tensor_shapes(model.config)
+    num_bytes = {name: math.prod(shape) * _saved_dtype(name).itemsize for name, shape in shapes.items()}
+    shards: list[list[str]] = [[]]
+    room = max_shard_bytes
+    for name, size in num_bytes.items():
+        if size > room and shards[-1]:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    index = {
+        "metadata": {"total_size": sum(num_bytes.values())},
+        "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
+    }
+    tensors = dict(_tensors(model))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as partial:
+        whole = Path(partial) / "whole"
+        whole.mkdir()
+        for file, names in zip(files, shards, strict=True):
+            # Copied even where dtype and device already agree: safetensors refuses views of one stacked tensor.
+            copies = {name: tensors[name].to("cpu", _saved_dtype(name), copy=True) for name in names}
+            save_file(copies, whole / file, metadata={"format": "pt"})
+        _write_json(whole / INDEX_NAME, index)
+        _write_json(whole / CONFIG_NAME, model.config.to_dict())
+        whole.rename(directory)
+
+
+def checkpoint_hash(directory: str | Path) -> str:
+    """SHA-256 over the names and contents of config.json, the index, and every shard that the index names.
+
+    Raises:
+        TraceError: As for `read_index`, or a shard is missing.
+    """
+    directory = Path(directory)
+    shards = sorted(set(read_index(directory).values()))
+    _require_files(shards)
+    whole = hashlib.sha256()
+    for path in (directory / CONFIG_NAME, directory / INDEX_NAME, *shards):
+        with path.open("rb") as file:
+            whole.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def _tensors(model: LLaDA2) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor under its checkpoint name; those of experts are views of the stacked parameters."""
+    stacked: set[str] = set()
+    for layer_id, mlp in model.moe_layers():
+        yield from _expert_tensors(f"model.layers.{layer_id}.mlp.experts", mlp)
+        stacked |= {f"layers.{layer_id}.mlp.experts.w13", f"layers.{layer_id}.mlp.experts.w2"}
+    for name, tensor in model.state_dict().items():
+        if name not in stacked:
+            yield name if name.startswith("lm_head.") else f"model.{name}", tensor
+
+
+def _expert_tensors(prefix: str, mlp: MoeLayer) -> Iterator[tuple[str, Tensor]]:
+    w13, w2 = mlp.experts.w13.detach(), mlp.experts.w2.detach()
+    for expert, (gate, up, down) in enumerate(zip(*w13.chunk(2, dim=1), w2, strict=True)):
+        yield f"{prefix}.{expert}.gate_proj.weight", gate
+        yield f"{prefix}.{expert}.up_proj.weight", up
+        yield f"{prefix}.{expert}.down_proj.weight", down
+
+
+def _read_shard(path: Path, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+    """The named tensors of one shard, their shapes and dtypes checked."""
+    try:
+        with safe_open(path, framework="pt") as shard:
+            for name, shape in shapes.items():
+                found = tuple(shard.get_slice(name).get_shape())
+                if found != shape:
+                    raise TraceError(f"{path}: {name} has shape {list(found)}, {CONFIG_NAME} asks for {list(shape)}")
+                stored = shard.get_tensor(name)
+                if stored.dtype not in _STORED_DTYPES:
+                    allowed = ", ".join(str(dtype) for dtype in _STORED_DTYPES)
+                    raise TraceError(f"{path}: {name} is stored as {stored.dtype}, allowed are {allowed}")
+                yield name, stored
+    except SafetensorError as error:
+        raise TraceError(f"{path}: cannot be read as a shard: {error}") from None
+
+
+def _saved_dtype(name: str) -> torch.dtype:
+    return torch.float32 if name.endswith(".expert_bias") else torch.bfloat16
+
+
+def _require_files(shards: Iterable[Path]) -> None:
+    missing = sorted({path for path in shards if not path.is_file()})
+    if missing:
+        names = _enumerate([path.name for path in missing], "missing", what="shard")
+        raise TraceError(f"{missing[0].parent}: {names}, which {INDEX_NAME} names")
+
+
+def _enumerate(names: list[str], fault: str, what: str = "tensor") -> str:
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return f"{len(names)} {fault} {what}{'s' if len(names) > 1 else ''}: {', '.join(names[:_NUM_NAMED])}{more}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise TraceError(
+            f"{path.parent}: no {path.name}; a checkpoint directory holds {CONFIG_NAME}, {INDEX_NAME} and its shards"
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TraceError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise TraceError(f"{path}: must hold a JSON object, found {type(values).__name__}")
+    return values
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
