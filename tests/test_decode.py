@@ -1,0 +1,250 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from tracer.decode import DecodeError, DecodeSettings, accept_threshold, decode_request, predict
+from tracer.schema import ForwardKind, TraceError
+
+MASK, EOS, WORD, VOCAB = 7, 6, 1, 8
+PREFILL, DENOISE, IDLE, COMMIT = ForwardKind.PREFILL, ForwardKind.DENOISE, ForwardKind.IDLE, ForwardKind.COMMIT
+
+
+class ScriptedModel:
+    """Gives the first `num_confident` masks of a window confidence .95 and the others .3; tokens keep themselves."""
+
+    def __init__(self, num_confident=1, answers=None):
+        self.num_confident = num_confident
+        self.answers = answers or {}  # position -> token, else WORD
+        self.committed = 0
+        self.calls = []  # start, stop, commit
+
+    def forward(self, token_ids, start, commit):
+        stop = start + len(token_ids)
+        assert self.committed == start
+        self.calls.append((start, stop, commit))
+        if commit:
+            self.committed = stop
+        ids = np.array([self.answers.get(p, WORD) for p in range(start, stop)])
+        masked = token_ids == MASK
+        confidence = np.full(len(ids), 0.3)
+        confidence[np.flatnonzero(masked)[: self.num_confident]] = 0.95
+        logits = np.log(np.repeat((1 - confidence)[:, None] / (VOCAB - 1), VOCAB, axis=1))
+        logits[np.arange(len(ids)), np.where(masked, ids, token_ids)] = np.log(confidence)
+        return torch.tensor(logits, dtype=torch.float32)
+
+
+def settings(**changes):
+    values = {"block_length": 32, "threshold": 0.9, "gen_length": 32, "mask_id": MASK, "eos_id": EOS}
+    return DecodeSettings(**values | changes)
+
+
+def decode(model, prompt, **changes):
+    events = []
+    result = decode_request(model, prompt, settings(**changes), events.append)
+    return result, events
+
+
+def kinds(events):
+    return [event.kind for event in events]
+
+
+def accept(confidence, threshold):
+    confidence = np.array(confidence, np.float32)
+    return int(accept_threshold(confidence, np.ones(len(confidence), bool), threshold).sum())
+
+
+def test_a1_near_ties_with_the_best_are_accepted():
+    assert accept([0.5, 0.499995, 0.3], 0.9) == 2
+
+
+def test_a2_equality_with_the_threshold_counts():
+    c = np.float32(0.49999988)
+    assert accept([0.95, c, 0.3], float(c)) == 2
+
+
+def test_a4_beyond_the_tie_only_the_best():
+    assert accept([0.5, 0.49998, 0.3], 0.9) == 1
+
+
+def test_a3_at_least_one_token_is_accepted_below_the_threshold():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        confidence = rng.uniform(0, 0.89, 16).astype(np.float32)
+        eligible = rng.random(16) < 0.5
+        accepted = accept_threshold(confidence, eligible, 0.9)
+        assert accepted.any() == eligible.any()
+        assert not (accepted & ~eligible).any()
+        if eligible.any():
+            assert accepted[np.argmax(np.where(eligible, confidence, -1))]
+
+
+def test_a3_the_number_of_masks_strictly_falls():
+    _, events = decode(ScriptedModel(num_confident=0), [], block_length=8, gen_length=8)
+    masks = [event.is_masked_in.sum() for event in events if event.kind == DENOISE]
+    assert all(later < earlier for earlier, later in zip(masks, masks[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("num_accepted", "total", "denoise", "idle", "commit"),
+    [
+        (1, 33, 32, 0, 1),
+        (2, 17, 16, 1, 0),
+        (3, 12, 11, 1, 0),
+        (5, 8, 7, 1, 0),
+        (8, 5, 4, 0, 1),
+        (16, 4, 2, 2, 0),
+        (32, 4, 1, 3, 0),
+    ],
+)
+def test_l1_forwards_of_a_block_of_32_masks(num_accepted, total, denoise, idle, commit):
+    _, events = decode(ScriptedModel(num_accepted), [WORD] * 32)
+    counts = Counter(kinds(events))
+    assert counts == Counter({PREFILL: 1, DENOISE: denoise, IDLE: idle, COMMIT: commit})
+    assert counts.total() - 1 == total
+
+
+@pytest.mark.parametrize("num_accepted", [1, 2, 3, 5, 8, 16, 32])
+def test_each_block_is_committed_once_by_its_last_forward(num_accepted):
+    model = ScriptedModel(num_accepted)
+    _, events = decode(model, [WORD] * 40, gen_length=60)
+    assert model.committed == 128
+    for block in range(3):
+        of_block = [i for i, event in enumerate(events) if event.block == block]
+        assert [model.calls[i][2] for i in of_block] == [False] * (len(of_block) - 1) + [True]
+        assert not events[of_block[-1]].is_masked_in.any()
+        assert [events[i].iteration for i in of_block] == list(range(len(of_block)))
+        assert {events[i].kv_len for i in of_block} == {32 + 32 * block}
+
+
+def test_prompt_tail_shares_the_first_block():
+    result, events = decode(ScriptedModel(4), [2] * 37, gen_length=10)
+    assert [(e.block, e.kv_len, len(e.positions)) for e in events[:2]] == [(-1, 0, 32), (0, 32, 32)]
+    assert events[0].kind == PREFILL
+    assert not events[0].is_masked_in.any()
+    assert events[1].is_masked_in.tolist() == [False] * 5 + [True] * 27
+    assert events[1].positions.tolist() == list(range(32, 64))
+    assert result.generated_ids == [WORD] * 10
+
+
+def test_prompt_of_whole_blocks_leaves_the_first_block_all_masks():
+    _, events = decode(ScriptedModel(4), [2] * 64, gen_length=32)
+    assert (events[0].kind, len(events[0].positions)) == (PREFILL, 64)
+    assert events[1].kv_len == 64
+    assert events[1].is_masked_in.all()
+
+
+@pytest.mark.parametrize("prompt", [[], [2] * 5])
+def test_prompt_shorter_than_a_block_prefills_its_masks_and_commits_nothing(prompt):
+    model = ScriptedModel(4)
+    _, events = decode(model, prompt, gen_length=32)
+    assert model.calls[0] == (0, 32, False)
+    assert events[0].kind == PREFILL
+    assert not events[0].accepted.any()
+    assert events[0].is_masked_in.sum() == 32 - len(prompt)
+    assert (events[1].kind, events[1].kv_len, events[1].block, events[1].iteration) == (DENOISE, 0, 0, 0)
+
+
+def test_tail_of_the_last_block_is_accepted_but_not_part_of_the_answer():
+    result, events = decode(ScriptedModel(4), [2] * 32, gen_length=40)
+    assert sum(event.accepted.sum() for event in events) == 64
+    assert len(result.token_ids) == 96
+    assert result.generated_ids == [WORD] * 40
+
+
+def test_early_stop_ends_after_the_block_that_holds_the_end_of_text():
+    result, events = decode(ScriptedModel(4, {10: EOS}), [2] * 8, block_length=8, gen_length=32)
+    assert max(event.block for event in events) == 0
+    assert sum(event.accepted.sum() for event in events) == 8
+    assert result.token_ids[8:16].tolist() == [WORD, WORD, EOS, WORD, WORD, WORD, WORD, WORD]
+    assert (result.token_ids[16:] == EOS).all()
+    assert result.generated_ids == [WORD] * 7
+
+
+def test_without_early_stop_decoding_goes_on_to_the_end():
+    result, events = decode(ScriptedModel(4, {10: EOS}), [2] * 8, block_length=8, gen_length=32, early_stop=False)
+    assert max(event.block for event in events) == 3
+    assert sum(event.accepted.sum() for event in events) == 32
+    assert result.generated_ids == [WORD] * 31
+
+
+def test_end_of_text_in_the_prompts_tail_stops_after_the_first_block():
+    _, events = decode(ScriptedModel(4), [2] * 8 + [EOS], block_length=8, gen_length=32)
+    assert max(event.block for event in events) == 0
+
+
+@pytest.mark.parametrize("block_length", [1, 4, 16, 64])
+def test_block_lengths(block_length):
+    result, events = decode(ScriptedModel(3), [2] * 10, block_length=block_length, gen_length=20)
+    assert result.generated_ids == [WORD] * 20
+    decoded = len(result.token_ids) - 10
+    assert sum(event.accepted.sum() for event in events) == decoded
+    for event in events[1:]:
+        assert len(event.positions) == block_length
+        assert event.kv_len % block_length == 0
+
+
+def test_mask_stall_names_request_and_block():
+    model = ScriptedModel(4, dict.fromkeys(range(16, 24), MASK))
+    with pytest.raises(DecodeError, match=r"request 3, block 1: .*8 masked"):
+        decode_request(model, [2] * 8, settings(block_length=8), lambda event: None, request=3)
+
+
+def test_a_predicted_mask_waits_while_others_are_accepted():
+    class Hesitant(ScriptedModel):
+        def forward(self, token_ids, start, commit):
+            self.answers = {9: MASK} if (token_ids == MASK).sum() > 1 else {}
+            return super().forward(token_ids, start, commit)
+
+    result, events = decode(Hesitant(8), [2] * 8, block_length=8, gen_length=8)
+    assert [event.accepted[1] for event in events[1:3]] == [False, True]
+    assert events[1].accepted.sum() == 7
+    assert result.generated_ids == [WORD] * 8
+
+
+def test_probabilities_of_a_forward():
+    _, events = decode(ScriptedModel(1), [2] * 33, gen_length=31)
+    first = events[1]
+    assert np.isnan(first.p_current[1:]).all()
+    assert first.p_current[0] == pytest.approx(0.3)
+    assert first.p_argmax[1] == pytest.approx(0.95)
+    assert first.argmax_ids[:2].tolist() == [2, WORD]
+    assert first.wall_ns > 0
+
+
+def test_s1_softmax():
+    guess = predict(torch.tensor([[2.0, 1.0, 0.0]]), np.array([1]))
+    assert guess.argmax_ids.tolist() == [0]
+    assert guess.p_argmax[0] == pytest.approx(0.66524096, abs=1e-7)
+    assert guess.p_current[0] == pytest.approx(0.24472847, abs=1e-7)
+
+
+def test_logits_that_are_not_finite_are_refused():
+    class Broken(ScriptedModel):
+        def forward(self, token_ids, start, commit):
+            return super().forward(token_ids, start, commit) * float("nan")
+
+    with pytest.raises(DecodeError, match="block -1, iteration 0: logits are not finite"):
+        decode(Broken(), [2] * 8)
+
+
+def test_prompt_with_a_mask_is_refused():
+    with pytest.raises(DecodeError, match="request 0: the prompt holds the mask token 7"):
+        decode(ScriptedModel(), [2, MASK])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_length": 0}, "block_length 0: must be at least 1"),
+        ({"gen_length": 0}, "gen_length 0: must be at least 1"),
+        ({"threshold": 1.5}, "threshold 1.5: must be from 0 to 1"),
+        ({"threshold": float("nan")}, "threshold nan"),
+        ({"eos_id": MASK}, "same id 7"),
+        ({"loop": "greedy"}, "allowed are dinfer"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, message):
+    with pytest.raises(TraceError, match=message):
+        settings(**changes)
