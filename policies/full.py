@@ -1,0 +1,44 @@
+"""Keep every expert on the GPU: what running without offloading costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.contract import Context, Policy, plain_plan
+from policies.jit import jit
+from tracer.schema import ModelShape
+
+
+@dataclass
+class Knobs:
+    """Nothing can be chosen."""
+
+
+class Params(NamedTuple):
+    """Nothing is needed."""
+
+
+class State(NamedTuple):
+    """Nothing is remembered."""
+
+
+def init(params: Params, shape: ModelShape, slots: int) -> tuple[State, NDArray[np.bool_], NDArray[np.int64]]:
+    """Start with all experts resident, whatever `slots` is."""
+    resident = np.ones((shape.num_layers, shape.num_experts), np.bool_)
+    return State(), resident, np.full(shape.num_layers, shape.num_experts, np.int64)
+
+
+@jit
+def decide(params, state, step, view):
+    """Serve nothing, as nothing is missed, and retain everything."""
+    nothing = np.empty(0, np.int64)
+    return plain_plan(nothing, nothing, np.ones(step.load.size, np.bool_))
+
+
+def build(knobs: Knobs, context: Context) -> Policy:
+    """The policy."""
+    return Policy("full", Params(), init, decide, sized=False)

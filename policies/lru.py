@@ -1,0 +1,127 @@
+"""Keep the experts that were activated last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.contract import Context, Policy, plain_plan
+from policies.jit import jit
+from policies.knobs import require_choice
+from policies.misses import MISSES, MissPath, miss_path, serve
+from policies.retention import best, equal_capacity, ids_of, nobody_resident, with_transfers
+from tracer.schema import ModelShape
+
+ORDERS = ("hits_first", "misses_first", "id", "gate")
+_HITS_FIRST, _MISSES_FIRST, _GATE = ORDERS.index("hits_first"), ORDERS.index("misses_first"), ORDERS.index("gate")
+
+
+@dataclass
+class Knobs:
+    """What can be chosen."""
+
+    lru_order: str = "hits_first"
+    """Order in which the experts of one forward are touched, which decides what leaves when not all of them fit.
+
+    `hits_first`: hits, then misses, each by ascending id; `misses_first`: the other way round; `id`: all by ascending
+    id; `gate`: all by ascending sum of gates. OLED-MoE does not say which; under `id` alone what a cache of C slots
+    holds is always part of what one of C + 1 holds.
+    """
+    misses: str = "h2d"
+    """`h2d`: every miss is copied; `oled`: split between copies and the CPU as OLED-MoE does (section 4.4)."""
+
+    def __post_init__(self) -> None:
+        require_choice("lru_order", self.lru_order, ORDERS)
+        require_choice("misses", self.misses, MISSES)
+
+
+class Params(NamedTuple):
+    """What never changes."""
+
+    order: int  # index into ORDERS
+    path: MissPath
+
+
+class State(NamedTuple):
+    """What each layer remembers."""
+
+    touches: NDArray[np.int64]  # [L, E] time of last touch, 0 if never
+    clock: NDArray[np.int64]  # [1] time of the last touch of all
+
+
+@jit
+def touch(order, touches, clock, step, resident):
+    """Give every activated expert of the step's layer a time of its own, in the given order.
+
+    Args:
+        order: index into ORDERS.
+        touches: [L, E] times of last touch, changed in place.
+        clock: [1] time of the last touch of all, changed in place.
+        step: the layer's Step.
+        resident: [E] residents of the layer at the gate.
+    """
+    times, load = touches[step.layer], step.load
+    if order in (_HITS_FIRST, _MISSES_FIRST):
+        for turn in range(2):
+            hits = (turn == 0) == (order == _HITS_FIRST)
+            for expert in range(load.size):
+                if load[expert] > 0 and resident[expert] == hits:
+                    clock[0] += 1
+                    times[expert] = clock[0]
+        return
+    ids = ids_of(load)
+    if order == _GATE:
+        _sort_by_gates(ids, step)
+    for expert in ids:
+        clock[0] += 1
+        times[expert] = clock[0]
+
+
+@jit
+def _sort_by_gates(ids, step):
+    total = np.zeros(step.load.size, np.float64)
+    for token in range(step.expert_ids.shape[0]):
+        for k in range(step.expert_ids.shape[1]):
+            total[step.expert_ids[token, k]] += step.gates[token, k]
+    for end in range(1, ids.size):
+        expert, place = ids[end], end
+        while place > 0 and total[ids[place - 1]] > total[expert]:
+            ids[place] = ids[place - 1]
+            place -= 1
+        ids[place] = expert
+
+
+def init(params: Params, shape: ModelShape, slots: int) -> tuple[State, NDArray[np.bool_], NDArray[np.int64]]:
+    """Start empty, with equal capacities."""
+    state = State(np.zeros((shape.num_layers, shape.num_experts), np.int64), np.zeros(1, np.int64))
+    return state, nobody_resident(shape), equal_capacity(shape, slots)
+
+
+@jit
+def decide(params, state, step, view):
+    """Touch what is activated and retain the last touched of residents and transfers.
+
+    Hits are decided before anything is replaced, and a batch is touched as a whole: experts that are activated
+    together do not evict each other one by one.
+
+    Source: OLED-MoE, section 5.1 (naive LRU).
+    """
+    resident = view.resident[step.layer]
+    transfers, on_cpu = serve(params.path, step, view)
+    touch(params.order, state.touches, state.clock, step, resident)
+    times = state.touches[step.layer]
+    retained = best(with_transfers(resident, transfers), view.capacity[step.layer], times, times)
+    return plain_plan(transfers, on_cpu, retained)
+
+
+def build(knobs: Knobs, context: Context) -> Policy:
+    """The policy with these knobs.
+
+    Raises:
+        PolicyError: `misses=oled` without calibration passes.
+    """
+    params = Params(ORDERS.index(knobs.lru_order), miss_path(knobs.misses, context))
+    return Policy("lru", params, init, decide, misses=knobs.misses, reads_estimates=knobs.misses == "oled")

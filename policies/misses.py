@@ -1,0 +1,45 @@
+"""How misses are served, as a parameter of policies that decide only what stays."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from policies.contract import Context
+from policies.dispatch import DispatchKnobs, DispatchParams, dispatch_params, split_misses, tokens_per_expert
+from policies.jit import jit
+from policies.priority import CONFIDENCE, priority
+from policies.retention import ids_of, missed_of
+
+MISSES = ("h2d", "oled")  # `cpu` would leave a cache that starts empty empty
+
+
+class MissPath(NamedTuple):
+    """How a policy serves its misses."""
+
+    split: bool  # between copies and the CPU; else all are copied
+    dispatch: DispatchParams  # of the split
+
+
+def miss_path(misses: str, context: Context) -> MissPath:
+    """The path of this name: `h2d` copies every miss, `oled` splits them as OLED-MoE with its default knobs does.
+
+    Raises:
+        PolicyError: `oled` without calibration passes that say what an average expert has to do.
+    """
+    split = misses == "oled"
+    return MissPath(split, dispatch_params(DispatchKnobs(), tokens_per_expert(context.calibration) if split else 1.0))
+
+
+@jit
+def serve(path, step, view):
+    """Serve the misses of a layer: transfers in issue order, and CPU experts ascending."""
+    missed = missed_of(step.load, view.resident[step.layer])
+    if not path.split:
+        return ids_of(missed), np.empty(0, np.int64)
+    num_activated = 0
+    for expert in range(step.load.size):
+        num_activated += step.load[expert] > 0
+    reuse = priority(step.expert_ids, step.gates, step.confidence, CONFIDENCE, step.load.size)
+    return split_misses(path.dispatch, reuse, step.load, missed, num_activated, view.estimates)

@@ -1,0 +1,43 @@
+"""Keep nothing: every activated expert streams through the staging slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.contract import Context, Policy, plain_plan
+from policies.jit import jit
+from policies.retention import ids_of, nobody_resident
+from tracer.schema import ModelShape
+
+
+@dataclass
+class Knobs:
+    """Nothing can be chosen."""
+
+
+class Params(NamedTuple):
+    """Nothing is needed."""
+
+
+class State(NamedTuple):
+    """Nothing is remembered."""
+
+
+def init(params: Params, shape: ModelShape, slots: int) -> tuple[State, NDArray[np.bool_], NDArray[np.int64]]:
+    """Start without a slot in any layer, whatever `slots` is."""
+    return State(), nobody_resident(shape), np.zeros(shape.num_layers, np.int64)
+
+
+@jit
+def decide(params, state, step, view):
+    """Copy every activated expert, and retain none."""
+    return plain_plan(ids_of(step.load), np.empty(0, np.int64), np.zeros(step.load.size, np.bool_))
+
+
+def build(knobs: Knobs, context: Context) -> Policy:
+    """The policy."""
+    return Policy("ondemand", Params(), init, decide, sized=False)

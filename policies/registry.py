@@ -1,0 +1,65 @@
+"""The policies by name; a new one costs its own file and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+from policies import full, ideal_free, ideal_min, lfu, lru, ondemand, prev_set
+from policies.contract import Context, Policy, PolicyError
+from policies.knobs import variant_of
+
+# Each module has a dataclass Knobs and a function build(knobs, context) -> Policy
+POLICIES: dict[str, ModuleType] = {
+    "full": full,
+    "ondemand": ondemand,
+    "lru": lru,
+    "lfu": lfu,
+    "prev_set": prev_set,
+    "ideal_free": ideal_free,
+    "ideal_min": ideal_min,
+}
+
+
+def build_policy(name: str, knobs: Mapping[str, Any] | object, context: Context) -> Policy:
+    """The policy of this name, ready for a run.
+
+    Args:
+        name: one of POLICIES.
+        knobs: those that differ from their defaults, by name, or the policy's whole Knobs.
+        context: what it may be built from.
+
+    Raises:
+        PolicyError: the name, a knob or its value is not allowed, or the context lacks what the policy needs.
+    """
+    module = policy_module(name)
+    if isinstance(knobs, Mapping):
+        allowed = [field.name for field in fields(module.Knobs)]
+        for key in knobs:
+            if key not in allowed:
+                raise PolicyError(
+                    f"{name} has no knob {key!r}{_closest(key, allowed)}: allowed are {', '.join(allowed) or 'none'}"
+                )
+        knobs = module.Knobs(**knobs)
+    elif not isinstance(knobs, module.Knobs):
+        raise PolicyError(f"{name} was given {type(knobs).__name__}, needs its own Knobs or a mapping")
+    return replace(module.build(knobs, context), variant=variant_of(knobs))
+
+
+def policy_module(name: str) -> ModuleType:
+    """The module of this policy: its Knobs and its build.
+
+    Raises:
+        PolicyError: there is no such policy.
+    """
+    if name not in POLICIES:
+        raise PolicyError(f"no policy {name!r}{_closest(name, list(POLICIES))}: allowed are {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+def _closest(word: str, allowed: list[str]) -> str:
+    close = get_close_matches(word, allowed, 1, 0.0)
+    return f", did you mean {close[0]}?" if close else ""

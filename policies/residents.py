@@ -1,0 +1,96 @@
+"""Which experts are on the GPU, and the only places where that changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.check import check_boundary, check_place, check_start
+from policies.contract import End, Estimates, Plan, Policy, Step, View
+from tracer.schema import ModelShape
+
+
+class Residents:
+    """The residents of one run of a policy, with the policy's state.
+
+    A driver asks it for what the policy may see, and tells it what happened. It knows no clock: a driver whose
+    prefetches land between gates sets `resident` and `in_flight` itself, at the moments of its clock.
+
+    Args:
+        policy: built for this shape.
+        slots: of all layers together.
+        estimates: what the policy believes an expert costs.
+
+    Raises:
+        PolicyError: the policy does not start with these slots.
+    """
+
+    state: Any
+    resident: NDArray[np.bool_]  # [L, E] landed
+    in_flight: NDArray[np.bool_]  # [L, E] prefetches that were started and have not landed; each has its slot
+    capacity: NDArray[np.int64]  # [L], or [1] where the pool is global
+
+    def __init__(self, policy: Policy, shape: ModelShape, slots: int, estimates: Estimates) -> None:
+        self._policy, self._estimates = policy, estimates
+        self.state, resident, capacity = policy.init(policy.params, shape, slots)
+        check_start(resident, capacity, policy, shape, slots)
+        self.resident, self.capacity = resident.copy(), capacity.copy()
+        self.in_flight = np.zeros_like(self.resident)
+        self._shown = tuple(_read_only(array) for array in (self.resident, self.in_flight, self.capacity))
+
+    def of_pool(self, layer: int, experts: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """The part of an [L, E] array that is the pool of a layer: [E], or [L * E] where the pool is global."""
+        return experts.reshape(-1) if self._policy.pool == "global" else experts[layer]
+
+    def capacity_of(self, layer: int) -> int:
+        """Slots of the pool that a layer uses."""
+        return int(self.capacity[0 if self._policy.pool == "global" else layer])
+
+    def free_slots(self, layer: int) -> int:
+        """Slots of a layer's pool that hold neither a resident nor a copy in flight."""
+        taken = self.of_pool(layer, self.resident).sum() + self.of_pool(layer, self.in_flight).sum()
+        return self.capacity_of(layer) - int(taken)
+
+    def view(self, layer: int) -> View:
+        """What the policy is shown now. Its arrays cannot be written to, and change when the residents do."""
+        return View(*self._shown, self.free_slots(layer), self._estimates)
+
+    def place(self, step: Step) -> None:
+        """Before the gate: let a policy that may do so place the layer's experts at no cost."""
+        if self._policy.place is not None:
+            placed = self._policy.place(self._policy.params, self.state, step)
+            check_place(placed, step, self.view(step.layer))
+            self.resident[step.layer] = placed
+
+    def settle(self, layer: int, at_gate: NDArray[np.bool_], plan: Plan) -> None:
+        """At the layer's end: of the pool's residents at the gate, those not retained leave; retained transfers enter.
+
+        What else happened meanwhile stays as it is: a resident that made room for a prefetch does not return, and
+        one that landed does not leave.
+
+        Args:
+            layer: that has ended.
+            at_gate: copy of `of_pool(layer, resident)` at its gate.
+            plan: that it ran.
+        """
+        resident = self.of_pool(layer, self.resident)
+        resident[at_gate & ~plan.retained] = False
+        numbers = plan.transfers + (layer * self.resident.shape[1] if self._policy.pool == "global" else 0)
+        resident[numbers[plan.retained[numbers]]] = True
+
+    def boundary(self, end: End) -> None:
+        """After the last layer of a forward: let the policy move slots between layers and evict what no longer fits."""
+        if self._policy.boundary is not None:
+            view = self.view(0)
+            capacity, evictions = self._policy.boundary(self._policy.params, self.state, end, view)
+            check_boundary(capacity, evictions, end, view)
+            self.resident[evictions] = False
+            self.capacity[:] = capacity
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,152 @@
+"""Turn passes, in the order of the run, into what policies are shown at each gate and after each forward."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from policies.contract import End, Step
+from tracer.schema import ModelShape, Pass, TraceError
+
+
+class Forward(NamedTuple):
+    """One pass as policies may see it: its Steps and its End are cut from these read-only arrays."""
+
+    index: int  # of the pass in the run, from 0
+    kind: int  # ForwardKind of the pass
+    expert_ids: NDArray[np.int64]  # [L, T, K]
+    gates: NDArray[np.float64]  # [L, T, K]
+    load: NDArray[np.int64]  # [L, E]
+    confidence: NDArray[np.float64]  # [T] of the previous forward, for the gates
+    own_confidence: NDArray[np.float64]  # [T] of this forward, for its end
+    request: NDArray[np.int64]  # [T]
+    block: NDArray[np.int64]  # [T]
+    iteration: NDArray[np.int64]  # [T]
+
+
+def step_at(forward: Forward, layer: int) -> Step:
+    """What exists at the gate of one layer; in the numba subset."""
+    return Step(
+        forward.index,
+        layer,
+        forward.kind,
+        forward.expert_ids[layer],
+        forward.gates[layer],
+        forward.load[layer],
+        forward.confidence,
+        forward.request,
+        forward.block,
+        forward.iteration,
+    )
+
+
+def end_of(forward: Forward) -> End:
+    """What exists after the last layer; in the numba subset."""
+    return End(forward.index, forward.kind, forward.request, forward.block, forward.own_confidence)
+
+
+def count_load(expert_ids: NDArray[np.int64], num_experts: int) -> NDArray[np.int64]:
+    """Tokens routed to each expert of each layer, [L, E], from ids [L, T, K] within range."""
+    num_layers = expert_ids.shape[0]
+    keys = expert_ids + (np.arange(num_layers) * num_experts)[:, None, None]
+    return np.bincount(keys.ravel(), minlength=num_layers * num_experts).reshape(num_layers, num_experts)
+
+
+def read_confidence(pass_: Pass) -> NDArray[np.float64]:
+    """Confidence that a forward leaves at each of its positions, [T]; 1 in prefill.
+
+    It is the probability of the best token where the position was masked or was edited, else that of the token
+    which stands there. NaN where the trace does not know it.
+
+    Differs: OLED-MoE, section 4.3, does not say what the confidence of a decoded position is.
+    """
+    predicted = pass_.is_masked_in | pass_.edited
+    confidence = np.where(predicted, pass_.p_argmax, pass_.p_current)
+    confidence[pass_.token_requests(pass_.blocks) < 0] = 1.0
+    return confidence
+
+
+class Steps:
+    """Reads the passes of one run in order, remembering the last forward of each request.
+
+    Confidence of a forward exists only after its last layer, so what a gate is shown is that of the same position in
+    the same request's previous forward of the same block. It is 1 where there is none: in a block's first forward
+    and in prefill.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        self._shape = shape
+        self._index = 0
+        self._last: dict[int, tuple[int, NDArray[np.int64], NDArray[np.float64]]] = {}  # block, positions, confidence
+
+    def read(self, pass_: Pass) -> Forward:
+        """The next pass of the run.
+
+        Raises:
+            TraceError: its routing is not of this shape, or names an expert that does not exist.
+        """
+        self._check(pass_)
+        own = read_confidence(pass_)
+        forward = Forward(
+            self._index,
+            int(pass_.kind),
+            _frozen(pass_.expert_ids, np.int64),
+            _frozen(pass_.gates, np.float64),
+            _frozen(count_load(pass_.expert_ids, self._shape.num_experts), np.int64),
+            _frozen(self._lagged(pass_, own), np.float64),
+            _frozen(own, np.float64),
+            _frozen(pass_.token_requests(pass_.requests), np.int64),
+            _frozen(pass_.token_requests(pass_.blocks), np.int64),
+            _frozen(pass_.token_requests(pass_.iterations), np.int64),
+        )
+        self._index += 1
+        return forward
+
+    def _check(self, pass_: Pass) -> None:
+        shape = self._shape
+        wanted = (shape.num_layers, int(pass_.num_tokens.sum()), shape.top_k)
+        for name, array in (("expert_ids", pass_.expert_ids), ("gates", pass_.gates)):
+            if array.shape != wanted:
+                raise TraceError(f"pass {pass_.pass_id}: {name} are {array.shape}, the trace's shape needs {wanted}")
+        if pass_.expert_ids.size and not 0 <= pass_.expert_ids.min() <= pass_.expert_ids.max() < shape.num_experts:
+            raise TraceError(
+                f"pass {pass_.pass_id}: expert ids from {pass_.expert_ids.min()} to {pass_.expert_ids.max()}, "
+                f"allowed are 0 to {shape.num_experts - 1}"
+            )
+
+    def _lagged(self, pass_: Pass, own: NDArray[np.float64]) -> NDArray[np.float64]:
+        lagged = np.ones(own.size)
+        start = 0
+        for request, block, count in zip(
+            pass_.requests.tolist(), pass_.blocks.tolist(), pass_.num_tokens.tolist(), strict=True
+        ):
+            here = slice(start, start + count)
+            start += count
+            last = self._last.pop(request, None)
+            if block < 0:
+                continue
+            positions = pass_.positions[here]
+            if last is not None and last[0] == block:
+                lagged[here] = _at_positions(positions, last[1], last[2])
+            self._last[request] = block, positions.copy(), own[here]
+        return lagged
+
+
+def _at_positions(
+    wanted: NDArray[np.int64], positions: NDArray[np.int64], values: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    if np.array_equal(wanted, positions):
+        return values
+    found = np.ones(wanted.size)  # a position that the previous forward did not run is in its first
+    _, here, there = np.intersect1d(wanted, positions, assume_unique=True, return_indices=True)
+    found[here] = values[there]
+    return found
+
+
+def _frozen(array: ArrayLike, dtype: Any) -> NDArray[Any]:
+    # always contiguous and read-only: numba compiles anew for any other kind of array
+    view = np.ascontiguousarray(array, dtype).view()
+    view.flags.writeable = False
+    return view
