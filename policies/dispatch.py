@@ -86,22 +86,33 @@ def dispatch_params(knobs: DispatchKnobs, nbar: float) -> DispatchParams:
     )
 
 
-def tokens_per_expert(calibration: Iterable[Pass]) -> float:
-    """Tokens over activated experts, pooled over the decode forwards, layers and requests of a calibration split.
+def pooled_load(calibration: Iterable[Pass]) -> tuple[int, int]:
+    """Tokens and activated experts, each summed over the decode forwards, layers and requests of a calibration split.
 
     Raises:
         PolicyError: the split has no decode forward.
     """
     num_tokens = num_activated = 0
     for pass_ in calibration:
-        if pass_.is_prefill:
-            continue
-        num_tokens += pass_.expert_ids.size
-        num_activated += sum(np.unique(ids).size for ids in pass_.expert_ids)
+        if not pass_.is_prefill:
+            num_tokens += pass_.expert_ids.size
+            num_activated += sum(np.unique(ids).size for ids in pass_.expert_ids)
     if num_activated == 0:
-        raise PolicyError(
-            "the calibration passes have no decode forward, so the tokens of an average expert are unknown"
-        )
+        raise PolicyError("calibration passes have no decode forward, so the tokens of an average expert are unknown")
+    return num_tokens, num_activated
+
+
+def tokens_per_expert(calibration: Iterable[Pass]) -> float:
+    """Tokens of an average activated expert in the decode forwards of a calibration split.
+
+    Source: OLED-MoE, section 4.4.
+
+    Differs: the paper's average is over missed experts, which depend on the policy and the cache size.
+
+    Raises:
+        PolicyError: the split has no decode forward.
+    """
+    num_tokens, num_activated = pooled_load(calibration)
     return num_tokens / num_activated
 
 
