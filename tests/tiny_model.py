@@ -1,0 +1,41 @@
+"""A LLaDA2-shaped model that is small enough to run hundreds of forwards in a test."""
+
+import torch
+
+from tracer.llada2 import LLaDA2, LLaDA2Config
+
+MASK_ID, EOS_ID = 39, 38
+CONFIG = LLaDA2Config(
+    vocab_size=40,
+    hidden_size=32,
+    num_hidden_layers=4,
+    first_k_dense_replace=1,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    num_experts=48,
+    num_experts_per_tok=4,
+    num_shared_experts=1,
+    moe_intermediate_size=16,
+    n_group=8,
+    topk_group=4,
+    routed_scaling_factor=2.5,
+    rope_theta=600000.0,
+    partial_rotary_factor=0.5,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=256,
+    initializer_range=0.2,
+    pad_token_id=EOS_ID,
+)
+
+
+def tiny_model(seed=0):
+    """Random weights and expert biases; the mask and the end of text are hardly ever predicted."""
+    torch.manual_seed(seed)
+    model = LLaDA2(CONFIG).eval()
+    with torch.no_grad():
+        for _, layer in model.moe_layers():
+            layer.gate.expert_bias.normal_(std=0.1)
+        model.lm_head.weight[[EOS_ID, MASK_ID]] *= 0.01
+    return model

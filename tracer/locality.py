@@ -1,0 +1,147 @@
+"""How much of its expert sets a trace repeats: activated experts, and overlap by gap, by tokens accepted, across blocks, and its floor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.schema import ForwardKind, Pass
+
+
+class ForwardSets(NamedTuple):
+    """Activated experts of one request in one denoise forward."""
+
+    request: int
+    block: int
+    iteration: int
+    num_accepted: int
+    activated: NDArray[np.bool_]  # [L, E]
+
+
+class Pairs(NamedTuple):
+    """Pairs of forwards, earlier and later, N of them, compared layer by layer."""
+
+    overlap: NDArray[np.float64]  # [N, L] |earlier & later| / |earlier|
+    jaccard: NDArray[np.float64]  # [N, L] |earlier & later| / |earlier | later|
+    num_accepted: NDArray[np.int64]  # [N] tokens accepted between the two; -1 where they are of unrelated requests
+
+    @property
+    def mean_overlap(self) -> float | None:
+        """Unweighted mean over pairs and layers; None without pairs."""
+        return float(self.overlap.mean()) if self.overlap.size else None
+
+    @property
+    def mean_jaccard(self) -> float | None:
+        """Unweighted mean over pairs and layers; None without pairs."""
+        return float(self.jaccard.mean()) if self.jaccard.size else None
+
+    def by_accepted(self) -> dict[int, Pairs]:
+        """The same pairs, grouped by the number of tokens accepted between, ascending."""
+        return {
+            int(n): Pairs(
+                self.overlap[self.num_accepted == n],
+                self.jaccard[self.num_accepted == n],
+                self.num_accepted[self.num_accepted == n],
+            )
+            for n in np.unique(self.num_accepted)
+        }
+
+
+def denoise_sets(passes: Iterable[Pass], num_experts: int) -> Iterator[ForwardSets]:
+    """Activated sets of every denoise forward, in the order of the trace; other kinds are left out.
+
+    Prefill sees another number of tokens, and idle and commit forwards repeat an input that no longer changes:
+    either would say nothing of how expert sets move while a block is denoised.
+    """
+    for item in passes:
+        stops = np.cumsum(item.num_tokens)
+        for row, kind in enumerate(item.kinds):
+            if kind != ForwardKind.DENOISE:
+                continue
+            ids = item.expert_ids[:, stops[row] - item.num_tokens[row] : stops[row]]
+            activated = np.zeros((len(ids), num_experts), np.bool_)
+            np.put_along_axis(activated, ids.reshape(len(ids), -1), True, axis=1)
+            yield ForwardSets(
+                int(item.requests[row]),
+                int(item.blocks[row]),
+                int(item.iterations[row]),
+                int(item.num_accepted[row]),
+                activated,
+            )
+
+
+def activated_per_layer(forwards: Iterable[ForwardSets]) -> NDArray[np.float64]:
+    """Mean number of activated experts of each layer, [L]; empty without forwards."""
+    counts = [forward.activated.sum(axis=1) for forward in forwards]
+    return np.mean(counts, axis=0) if counts else np.empty(0)
+
+
+def within_blocks(forwards: Iterable[ForwardSets], gap: int = 1) -> Pairs:
+    """Each forward with the one `gap` forwards before it in the same request and block; gap 1 is adjacent overlap."""
+    pairs = []
+    for of_request in _by_request(forwards):
+        pairs += [
+            (earlier, later, _accepted(of_request, i, i + gap))
+            for i, (earlier, later) in enumerate(zip(of_request, of_request[gap:], strict=False))
+            if earlier.block == later.block
+        ]
+    return _compare(pairs)
+
+
+def across_blocks(forwards: Iterable[ForwardSets], earlier: Literal["first", "last"] = "last") -> Pairs:
+    """The first or last forward of each block with the first forward of the request's next block."""
+    pairs = []
+    for of_request in _by_request(forwards):
+        openings = [i for i, f in enumerate(of_request) if i == 0 or of_request[i - 1].block != f.block]
+        for opening, following in zip(openings, openings[1:], strict=False):
+            i = following - 1 if earlier == "last" else opening
+            pairs.append((of_request[i], of_request[following], _accepted(of_request, i, following)))
+    return _compare(pairs)
+
+
+def between_requests(forwards: Iterable[ForwardSets]) -> Pairs:
+    """The floor: forwards that have nothing in common, of one request and of the request after it.
+
+    Requests stand in a ring in the order of the trace. The n-th forward of each meets the n-th of the next, counted
+    round where that has fewer. Without a second request there are no pairs.
+    """
+    requests = _by_request(forwards)
+    if len(requests) < 2:
+        return _compare([])
+    return _compare(
+        [
+            (earlier, following[n % len(following)], -1)
+            for of_request, following in zip(requests, requests[1:] + requests[:1], strict=True)
+            for n, earlier in enumerate(of_request)
+        ]
+    )
+
+
+def _by_request(forwards: Iterable[ForwardSets]) -> list[list[ForwardSets]]:
+    """Forwards of each request in the order of the trace."""
+    requests: dict[int, list[ForwardSets]] = {}
+    for forward in forwards:
+        requests.setdefault(forward.request, []).append(forward)
+    return list(requests.values())
+
+
+def _accepted(forwards: list[ForwardSets], earlier: int, later: int) -> int:
+    """Tokens by which the inputs of two forwards differ: a forward accepts after it has routed."""
+    return sum(forward.num_accepted for forward in forwards[earlier:later])
+
+
+def _compare(pairs: list[tuple[ForwardSets, ForwardSets, int]]) -> Pairs:
+    """Overlap and Jaccard of each pair; every set holds at least the experts of one token."""
+    if not pairs:
+        return Pairs(np.empty((0, 0)), np.empty((0, 0)), np.empty(0, np.int64))
+    earlier = np.stack([pair[0].activated for pair in pairs])  # [N, L, E]
+    later = np.stack([pair[1].activated for pair in pairs])  # [N, L, E]
+    shared = (earlier & later).sum(axis=2)
+    return Pairs(
+        shared / earlier.sum(axis=2),
+        shared / (earlier | later).sum(axis=2),
+        np.array([pair[2] for pair in pairs], np.int64),
+    )

@@ -1,0 +1,107 @@
+"""Prompts to trace: read from a JSONL or plain text file, and turned into token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tracer.decode import DecodeSettings
+from tracer.llada2_config import LLaDA2Config
+from tracer.schema import TraceError
+from tracer.tokenizer import Tokenizer
+
+
+class Prompt(NamedTuple):
+    """One prompt and the line of its file, from 1."""
+
+    line: int
+    text: str
+
+
+def read_prompts(path: Path, max_prompts: int | None = None) -> list[Prompt]:
+    """Read one prompt a line: in a .jsonl, .ndjson or .json file the key `prompt` of each object, else the line itself.
+
+    Args:
+        path: UTF-8 text. Other keys of a JSON line are ignored; no line may be blank.
+        max_prompts: how many to take from the start; all by default. Lines after them are not looked at.
+
+    Raises:
+        TraceError: the file cannot be read or is empty, or a line holds no prompt.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: not UTF-8 text at byte {error.start}") from error
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}; prompts is a file with one prompt a line") from error
+    if not text:
+        raise TraceError(f"{path}: the file is empty, one prompt a line is needed")
+    lines = text.removesuffix("\n").split("\n")  # not splitlines: JSON may hold other separators as they are
+    is_json = path.suffix in (".jsonl", ".ndjson", ".json")
+    prompts = []
+    for number, line in enumerate(lines[:max_prompts], start=1):
+        if not line.strip():
+            raise TraceError(f"{path}, line {number}: blank, each line must hold a prompt")
+        prompts.append(Prompt(number, _json_prompt(line, f"{path}, line {number}") if is_json else line))
+    return prompts
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, config: LLaDA2Config, settings: DecodeSettings, where: str
+) -> list[list[int]]:
+    """Token ids of each prompt.
+
+    Args:
+        prompts: what to encode.
+        tokenizer: of the model.
+        config: of the model, for its limits.
+        settings: how the prompts will be answered.
+        where: name of the prompts' file, for errors.
+
+    Raises:
+        TraceError: the tokenizer is not this model's, or a prompt has no token, holds the mask, or leaves no room
+            for its answer.
+    """
+    if tokenizer.vocab_size > config.vocab_size:
+        raise TraceError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}")
+    whole_blocks = config.max_position_embeddings // settings.block_length * settings.block_length
+    longest = whole_blocks - settings.gen_length
+    if longest < 1:
+        raise TraceError(
+            f"gen_length {settings.gen_length}: must leave room for a prompt in the model's {config.max_position_embeddings} positions"
+        )
+    encoded = []
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt.text)
+        if not 1 <= len(ids) <= longest:
+            raise TraceError(
+                f"{where}, line {prompt.line}: the prompt has {len(ids)} tokens, must be 1 to {longest} "
+                f"(max_position_embeddings {config.max_position_embeddings} in whole blocks, less gen_length {settings.gen_length})"
+            )
+        if settings.mask_id in ids:
+            raise TraceError(
+                f"{where}, line {prompt.line}: the prompt holds the mask token, which stands for text to be written"
+            )
+        encoded.append(ids)
+    return encoded
+
+
+def _json_prompt(line: str, where: str) -> str:
+    """The prompt of one JSON line."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(record, dict):
+        raise TraceError(f"{where}: found a JSON {type(record).__name__}, must be an object with the key prompt")
+    text = record.get("prompt")
+    if not isinstance(text, str):
+        found = (
+            f"keys {', '.join(record) or 'none'}" if "prompt" not in record else f"prompt of type {type(text).__name__}"
+        )
+        raise TraceError(f"{where}: found {found}, must have the key prompt with a text")
+    if not text.strip():
+        raise TraceError(f"{where}: the prompt is blank")
+    return text
