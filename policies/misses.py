@@ -38,8 +38,6 @@ def serve(path, step, view):
     missed = missed_of(step.load, view.resident[step.layer])
     if not path.split:
         return ids_of(missed), np.empty(0, np.int64)
-    num_activated = 0
-    for expert in range(step.load.size):
-        num_activated += step.load[expert] > 0
+    num_activated = ids_of(step.load).size
     reuse = priority(step.expert_ids, step.gates, step.confidence, CONFIDENCE, step.load.size)
     return split_misses(path.dispatch, reuse, step.load, missed, num_activated, view.estimates)

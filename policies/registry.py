@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-from policies import full, ideal_free, ideal_min, lfu, lru, ondemand, prev_set
+from policies import full, ideal_free, ideal_min, lfu, lru, oled, ondemand, prev_set
 from policies.contract import Context, Policy, PolicyError
 from policies.knobs import variant_of
 
@@ -19,6 +19,7 @@ POLICIES: dict[str, ModuleType] = {
     "lru": lru,
     "lfu": lfu,
     "prev_set": prev_set,
+    "oled": oled,
     "ideal_free": ideal_free,
     "ideal_min": ideal_min,
 }
