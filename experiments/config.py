@@ -1,0 +1,118 @@
+"""Types and defaults of the command line: every key of `oled-simulate`, and the policies' knobs as a config group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, asdict, dataclass, field, fields, make_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from experiments.profiles import load_profile, profile_from_dict, shape_from_dict
+from policies.profile import HardwareProfile
+from policies.registry import POLICIES
+from tracer.schema import ModelShape
+
+
+def _default(entry: Field[Any]) -> Any:
+    """Default of a dataclass field as Hydra knows it."""
+    if entry.default_factory is not NO_DEFAULT:
+        return field(default_factory=entry.default_factory)
+    return MISSING if entry.default is NO_DEFAULT else entry.default
+
+
+# Keys of a hardware profile; the types of their values are checked where the profile is made.
+Hardware = make_dataclass(
+    "Hardware", [("path", Any, None), *((entry.name, Any, _default(entry)) for entry in fields(HardwareProfile))]
+)
+
+
+@dataclass
+class Cache:
+    """Size of the expert cache on the GPU."""
+
+    slots_per_layer: int = 40
+
+
+@dataclass
+class Output:
+    """Where results go, and in what detail."""
+
+    dir: str = MISSING  # outputs/DATE/TIME, for a multirun multirun/DATE/TIME
+    per_layer: bool = False  # result.parquet with one row for each layer execution
+
+
+@dataclass
+class Simulate:
+    """Every key of `oled-simulate`."""
+
+    trace: str = MISSING  # name of a shipped trace, or a path
+    policy: Any = MISSING  # group: a policy with its knobs
+    hardware: Hardware = MISSING  # group: a machine; `path` names an own file
+    shape: Any = MISSING  # group: whose sizes are charged
+    cache: Cache = field(default_factory=Cache)
+    expert_dtype: str | None = None  # number format of the experts, if not the shape's
+    warmup_requests: int = 1
+    staging_slots: int | None = None  # GPU slots beyond the cache; null is twice the transfer chunk
+    seed: int = 0
+    output: Output = field(default_factory=Output)
+
+
+def register() -> None:
+    """Put the schemas where Hydra finds them; the YAML files in conf/ only choose values."""
+    store = ConfigStore.instance()
+    store.store(name="simulate_schema", node=Simulate)
+    store.store(group="shape", name="trace", node={})
+    for name, module in POLICIES.items():
+        store.store(group="policy", name=name, node=_policy_class(name, module.Knobs))
+
+
+def policy_of(config: DictConfig) -> tuple[str, dict[str, Any]]:
+    """Name and knobs of the policy that a configuration asks for."""
+    knobs: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
+    return str(knobs.pop("name")), knobs
+
+
+def hardware_of(config: DictConfig, overrides: Sequence[str]) -> HardwareProfile:
+    """The machine that a configuration asks for.
+
+    Args:
+        config: the node `hardware`.
+        overrides: what stood on the command line; with `hardware.path` the keys set there go over the file's.
+
+    Raises:
+        ProfileError: the file cannot be read, or a key or value is not one of a profile.
+    """
+    values: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
+    path = values.pop("path")
+    if path is None:
+        missing = [key for key, value in values.items() if value == MISSING]
+        known = {key: value for key, value in values.items() if key not in missing}
+        return profile_from_dict(known, f"hardware={known.get('name', '')}")
+    merged = OmegaConf.create(asdict(load_profile(path)))
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        group, _, key = override.key_or_group.partition(".")
+        if group == "hardware" and key not in ("", "path"):
+            OmegaConf.update(merged, key, override.value())
+    return profile_from_dict(OmegaConf.to_container(merged), str(path))  # type: ignore[arg-type]
+
+
+def shape_of(config: DictConfig) -> ModelShape | Literal["trace"]:
+    """The sizes that a configuration charges; an empty node means those of the traced model."""
+    values: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
+    return shape_from_dict(values, "shape") if values else "trace"
+
+
+def _policy_class(name: str, knobs: type) -> type:
+    """A schema with the knobs of a policy: mutable, because Hydra cannot override keys of a frozen dataclass."""
+    hints = get_type_hints(knobs)
+    entries = [(entry.name, _plain(hints[entry.name]), _default(entry)) for entry in fields(knobs)]
+    return make_dataclass(f"policy={name}", [("name", str, name), *entries])
+
+
+def _plain(hint: Any) -> Any:
+    """A type that OmegaConf takes: it refuses Literal, whose values the policy checks itself."""
+    return type(get_args(hint)[0]) if get_origin(hint) is Literal else hint

@@ -1,0 +1,132 @@
+"""Plots of a table of results: time per token and cache utilization by cache size, one line for each policy."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, PercentFormatter
+
+from experiments.table import SECTION, describe
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one policy is drawn in every figure."""
+
+    color: str
+    marker: str
+    line: str = "-"
+
+
+# Colours of Okabe and Ito, told apart by colour-blind people; in grey print the markers tell.
+_BLACK, _ORANGE, _SKY, _GREEN, _BLUE, _RED, _PURPLE, _GREY = (
+    "#000000",
+    "#E69F00",
+    "#56B4E9",
+    "#009E73",
+    "#0072B2",
+    "#D55E00",
+    "#CC79A7",
+    "#7F7F7F",
+)
+STYLES = {
+    "full": Style(_BLACK, "", "--"),
+    "ondemand": Style(_GREY, "", ":"),
+    "lru": Style(_BLUE, "o"),
+    "lfu": Style(_ORANGE, "s"),
+    "prev_set": Style(_GREEN, "^"),
+    "oled": Style(_RED, "D"),
+    "ideal_free": Style(_SKY, "v", "-."),
+    "ideal_min": Style(_PURPLE, "P", "-."),
+}
+_OTHER_COLORS, _OTHER_MARKERS = (_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY), ("X", "<", ">", "h", "*", "p")
+_VARIANT_LINES = ((0, (5, 2)), (0, (1, 1)), (0, (3, 1, 1, 1)))
+
+
+def plot_tpot(table: pl.DataFrame, path: Path) -> None:
+    """Draw time per output token by cache size, from rows of one trace and machine, into a PNG file."""
+    _plot(table, "tpot_ms", "time per output token, TPOT (ms)", "Time per output token by cache size", path)
+
+
+def plot_utilization(table: pl.DataFrame, path: Path) -> None:
+    """Draw cache utilization by cache size, from rows of one trace and machine, into a PNG file."""
+    label = "share of slots that hold activated experts"
+    _plot(table, "utilization", label, "Expert cache utilization by cache size", path, is_ratio=True)
+
+
+def _plot(table: pl.DataFrame, column: str, label: str, title: str, path: Path, *, is_ratio: bool = False) -> None:
+    keys = [key for key in SECTION if key in table.columns]
+    if table.select(keys).n_unique() != 1:
+        raise ValueError(f"a figure shows one trace, machine and model; found several of {', '.join(keys)}")
+    figure = Figure(figsize=(7.2, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    sized = table.filter(~pl.col("policy").is_in(["full", "ondemand"]))
+    sizes = sorted(sized["slots_per_layer"].unique())
+    drawn: dict[str, int] = {}
+    for rows in table.partition_by("policy", "variant", "misses", maintain_order=True):
+        first = rows.row(0, named=True)
+        points = rows.sort("slots_per_layer").drop_nulls(column)
+        if points.is_empty():
+            continue
+        nth = drawn[first["policy"]] = drawn.get(first["policy"], -1) + 1
+        _draw(axes, points, column, style_of(first["policy"]), nth)
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_xlabel("cache size (expert slots for each MoE layer)")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_locator(FixedLocator(sizes))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(axis="y", color="0.88", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    values = table[column].drop_nulls()
+    if is_ratio:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_ylim(0, 1.03)
+    elif values.len() and 0 < values.min() < values.max() / 8:  # type: ignore[operator]
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_ylim(bottom=0)
+    figure.legend(loc="outside right upper", frameon=False, handlelength=3)
+    note = "; ".join(describe(table.row(0, named=True)))
+    figure.supxlabel(textwrap.fill(note, 110, break_on_hyphens=False), x=0.01, ha="left", fontsize=7.5, color="0.3")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+
+
+def _draw(axes: Axes, points: pl.DataFrame, column: str, style: Style, nth: int) -> None:
+    """Draw one policy: a line over the sizes, or one across where the policy ignores the size."""
+    first: dict[str, Any] = points.row(0, named=True)
+    name = first["policy"] + (f" ({first['variant']})" if first["variant"] else "")
+    if first["policy"] in ("full", "ondemand"):
+        axes.axhline(first[column], color=style.color, linestyle=style.line, linewidth=1.5, label=name)
+        return
+    line: Any = style.line if nth == 0 else _VARIANT_LINES[(nth - 1) % len(_VARIANT_LINES)]
+    axes.plot(
+        points["slots_per_layer"],
+        points[column],
+        color=style.color,
+        marker=style.marker,
+        linestyle=line,
+        linewidth=1.8,
+        markersize=7,
+        markeredgecolor="white",
+        markeredgewidth=0.5,
+        label=name,
+    )
+
+
+def style_of(policy: str) -> Style:
+    """Colour, marker and line of a policy; one without its own gets the same one in every figure by its name."""
+    number = sum(policy.encode())
+    other = Style(_OTHER_COLORS[number % len(_OTHER_COLORS)], _OTHER_MARKERS[number // 6 % len(_OTHER_MARKERS)])
+    return STYLES.get(policy, other)

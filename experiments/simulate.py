@@ -1,0 +1,62 @@
+"""`oled-simulate`: replay a trace under a policy in simulated time, once or over a grid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from experiments import config as schema
+from experiments import sweep
+from experiments.cli import hydra_command
+from experiments.profiles import profile_hash
+from experiments.run import simulate
+from experiments.sweep import table_of
+from experiments.table import format_table
+from tracer.store import TraceReader, find_trace
+
+
+def main() -> None:
+    """Entry point of the command."""
+    schema.register()
+    sweep.register()
+    hydra_command("oled-simulate", "simulate", run, sweep.finish)
+
+
+def run(config: DictConfig) -> None:
+    """Run one configuration and write its files; print its table, unless it is a cell of a multirun."""
+    settings = HydraConfig.get()
+    overrides = list(settings.overrides.task)
+    directory = Path(settings.runtime.output_dir)
+    is_cell = settings.mode == RunMode.MULTIRUN
+    reader = TraceReader(find_trace(config.trace))
+    profile = schema.hardware_of(config.hardware, overrides)
+    if is_cell and sweep.is_done(directory, reader.metadata.content_hash, profile_hash(profile)):
+        return
+    record: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
+    policy, knobs = schema.policy_of(config.policy)
+    result = simulate(
+        reader,
+        policy,
+        config.cache.slots_per_layer,
+        profile,
+        knobs=knobs,
+        shape=schema.shape_of(config.shape),
+        expert_dtype=config.expert_dtype,
+        warmup_requests=config.warmup_requests,
+        staging_slots=config.staging_slots,
+        seed=config.seed,
+        output=directory,
+        per_layer=config.output.per_layer,
+        config=record | {"overrides": overrides, "sources": sweep.sources()},
+        progress=True,
+    )
+    if not is_cell:
+        print(format_table(table_of([result.summary])))
+
+
+if __name__ == "__main__":
+    main()

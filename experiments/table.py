@@ -1,0 +1,144 @@
+"""The table of a terminal: what is the same for all rows stands above it, numbers are aligned, units are in the head."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import floor, log10
+from typing import Any
+
+import polars as pl
+
+HASH_DIGITS = 8
+NEVER_VALIDATED = "from data sheets, never validated on this GPU"
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+# Rows that differ in one of these stand in tables of their own, as nothing but the caption tells them apart.
+SECTION = (
+    "trace",
+    "source",
+    "hardware",
+    "provenance",
+    "provisional",
+    "charged_hidden",
+    "charged_expert_intermediate",
+    "expert_bytes",
+    "warmup",
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: two lines of heading and the cells as text."""
+
+    head: tuple[str, str]
+    cells: list[str]
+    is_text: bool = False
+
+    @property
+    def width(self) -> int:
+        """Characters of the widest line."""
+        return max(map(len, (*self.head, *self.cells)))
+
+    def lines(self) -> list[str]:
+        """Heading and cells, padded: text to the left, numbers to the right."""
+        pad: Callable[[str, int], str] = str.ljust if self.is_text else str.rjust
+        return [pad(text, self.width) for text in (*self.head, *self.cells)]
+
+
+def format_table(table: pl.DataFrame, swept: Sequence[str] = (), width: int = 110) -> str:
+    """Lay out rows of results for a terminal.
+
+    Args:
+        table: rows with the columns of a run's summary.
+        swept: further columns that tell rows apart; they go to the captions.
+        width: to wrap captions and notes at; a table needs about 100 characters.
+    """
+    keys = [key for key in (*SECTION, *swept) if key in table.columns]
+    sections = table.partition_by(keys, maintain_order=True, include_key=True) if keys else [table]
+    return "\n\n".join(_section(section, swept, width) for section in sections)
+
+
+def _section(rows: pl.DataFrame, swept: Sequence[str], width: int) -> str:
+    variants = [variant for variant in rows["variant"].unique(maintain_order=True) if variant]
+    marks = {variant: f" [{i}]" for i, variant in enumerate(variants, 1)}
+    names = [name + marks.get(variant, "") for name, variant in rows.select("policy", "variant").iter_rows()]
+    columns = [Column(("policy", ""), names, is_text=True)]
+    constant = []
+    for key in ("pool", "misses"):
+        if rows[key].n_unique() == 1:
+            constant.append(f"{key} {rows[key][0]}")
+        else:
+            columns.append(Column((key, ""), rows[key].to_list(), is_text=True))
+    unit = _byte_unit(rows["h2d_bytes"])
+    columns += [
+        Column(("slots", "/layer"), [str(value) for value in rows["slots_per_layer"]]),
+        Column(("TPOT", "ms"), _numbers(rows["tpot_ms"])),
+        Column(("TTFT", "ms"), _numbers(rows["ttft_ms"])),
+        Column(("util.", "%"), _percents(rows["utilization"])),
+        Column(("util. %", "by slot"), _percents(rows["utilization_slot_weighted"])),
+        Column(("hit", "%"), _percents(rows["hit_ratio"])),
+        Column(("token", "hit %"), _percents(rows["token_hit_ratio"])),
+        Column(("eff.", "copy %"), _percents(rows["effective_transfer_ratio"])),
+        Column(("H2D", unit), _numbers(rows["h2d_bytes"] / _UNITS[unit])),
+        Column(("stall", "ms"), _numbers(rows["exposed_stall_ms"])),
+        Column(("decision", "hash"), [digest[:HASH_DIGITS] for digest in rows["decision_hash"]]),
+    ]
+    caption = _wrap("; ".join([*describe(rows.row(0, named=True), swept), *constant]), width, "")
+    lines = ["  ".join(parts).rstrip() for parts in zip(*(column.lines() for column in columns), strict=True)]
+    rule = "  ".join("-" * column.width for column in columns)
+    notes = [_wrap(f"[{i}] {variant}", width, "    ") for i, variant in enumerate(variants, 1)]
+    return "\n".join([caption, "", *lines[:2], rule, *lines[2:], *notes, *_warnings(rows, width)])
+
+
+def describe(row: Mapping[str, Any], swept: Sequence[str] = ()) -> list[str]:
+    """What a row's numbers come from: trace and its source, machine and how it is known, sizes, warm-up."""
+    hardware = f"hardware {row['hardware']}"
+    if row.get("provenance") == "datasheet":
+        hardware += f" ({NEVER_VALIDATED})"
+    elif row.get("provisional"):
+        hardware += " (provisional)"
+    parts = [f"trace {row['trace']}", f"source {row['source']}", hardware]
+    if "expert_bytes" in row:
+        unit = _byte_unit(pl.Series([row["expert_bytes"]]))
+        sizes = f"{row['charged_hidden']} x {row['charged_expert_intermediate']}"
+        parts.append(f"experts of {sizes}, {row['expert_bytes'] / _UNITS[unit]:.3g} {unit}")
+    plural = "" if row["warmup"] == 1 else "s"
+    parts.append(f"{row['warmup']} warm-up request{plural}")
+    return [*parts, *(f"{key} {_plain(row[key])}" for key in swept)]
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "null"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _warnings(rows: pl.DataFrame, width: int) -> list[str]:
+    if "warnings" not in rows.columns:
+        return []
+    found = {
+        (name, text): None for name, texts in rows.select("policy", "warnings").iter_rows() for text in texts or ()
+    }
+    return [_wrap(f"{name}: {text}", width, "    ") for name, text in found]
+
+
+def _wrap(text: str, width: int, indent: str) -> str:
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _numbers(values: pl.Series) -> list[str]:
+    """Values with equal decimals, so many that the largest has four digits; a null is a dash."""
+    largest = max((abs(value) for value in values if value is not None), default=0)
+    decimals = max(0, 3 - floor(log10(largest))) if largest else 0
+    return ["-" if value is None else f"{value:.{decimals}f}" for value in values]
+
+
+def _percents(ratios: pl.Series) -> list[str]:
+    return ["-" if ratio is None else f"{100 * ratio:.1f}" for ratio in ratios]
+
+
+def _byte_unit(values: pl.Series) -> str:
+    """The largest decimal unit that the largest value fills."""
+    largest = max((value for value in values if value is not None), default=0)
+    return [unit for unit, size in _UNITS.items() if size <= max(largest, 1)][-1]
