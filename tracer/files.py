@@ -1,0 +1,146 @@
+"""The files of a trace: how they are encoded, what their metadata says, and their row groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tracer.schema import SCHEMA_VERSION, ModelShape, TraceError, TraceMetadata
+from tracer.tables import REQUIRED_TABLES, TABLES, Column, Columns, Group, columns_of, from_arrow
+
+METADATA_KEY = b"oledsim"
+PARQUET_ERRORS = (OSError, pa.ArrowException)
+
+
+def tables_in(directory: Path) -> tuple[str, ...]:
+    """Tables that a trace in this directory has, or must have."""
+    return TABLES if (directory / "signals.parquet").exists() else REQUIRED_TABLES
+
+
+def write_options(table: str, metadata: TraceMetadata) -> dict[str, Any]:
+    """Encodings that measured smallest on routing: dictionaries, but floats of 32 bits with split bytes."""
+    split = ["gates.list.element"] if table == "routing" else ["scores.list.element"] if table == "signals" else []
+    if metadata.gate_dtype != "float32":
+        split = []
+    paths = [f"{c.name}.list.element" if c.width else c.name for c in columns_of(table, metadata)]
+    return {
+        "compression": "zstd",
+        "compression_level": 15,
+        "use_dictionary": [path for path in paths if path not in split],
+        "use_byte_stream_split": split or False,
+        "write_statistics": ["pass_id", "request"],
+        "write_page_checksum": True,
+    }
+
+
+def dump_metadata(metadata: TraceMetadata, num_passes: int, num_requests: int) -> str:
+    """Metadata as the JSON text that every file carries.
+
+    Raises:
+        TraceError: a value of `decode` or `details` that JSON cannot hold.
+    """
+    record = asdict(metadata) | {"num_passes": num_passes, "num_requests": num_requests}
+    try:
+        return json.dumps(record, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"metadata must be of values that JSON can hold: {error}") from error
+
+
+@dataclass(frozen=True)
+class Footer:
+    """What the end of one file says: enough to open a trace without reading it."""
+
+    metadata: TraceMetadata
+    num_passes: int
+    num_requests: int
+    rows: tuple[int, ...]  # of each row group
+    num_bytes: int  # of the file
+
+
+def read_footer(directory: Path, table: str) -> Footer:
+    """Read and check the footer of one table.
+
+    Raises:
+        TraceError: the file is missing, cut short, of another format, or lacks metadata or a column.
+    """
+    path = directory / f"{table}.parquet"
+    if not path.is_file():
+        raise TraceError(
+            f"{path}: missing; a whole trace has {', '.join(f'{name}.parquet' for name in REQUIRED_TABLES)}"
+        )
+    try:
+        with pq.ParquetFile(path) as file:
+            footer, schema = file.metadata, file.schema_arrow
+            text = (footer.metadata or {}).get(METADATA_KEY)
+            rows = tuple(footer.row_group(i).num_rows for i in range(footer.num_row_groups))
+    except PARQUET_ERRORS as error:
+        raise TraceError(f"{path}: not a whole Parquet file: {first_line(error)}") from error
+    if text is None:
+        raise TraceError(f"{path}: no oledsim metadata; a trace of format {SCHEMA_VERSION} has it in every file")
+    metadata, num_passes, num_requests = _parse_metadata(path, text)
+    for column in columns_of(table, metadata):
+        index = schema.get_field_index(column.name)
+        if index < 0:
+            raise TraceError(f"{path}: column {column.name} is missing; needs {column.arrow_type}")
+        if schema.field(index).type != column.arrow_type:
+            raise TraceError(f"{path}: column {column.name} is {schema.field(index).type}; needs {column.arrow_type}")
+    return Footer(metadata, num_passes, num_requests, rows, path.stat().st_size)
+
+
+def _parse_metadata(path: Path, text: bytes) -> tuple[TraceMetadata, int, int]:
+    try:
+        record = json.loads(text)
+        if record["schema_version"] != SCHEMA_VERSION:
+            found = record["schema_version"]
+            raise TraceError(f"trace format {found}; this version reads format {SCHEMA_VERSION}")
+        num_passes, num_requests = int(record.pop("num_passes")), int(record.pop("num_requests"))
+        return TraceMetadata(**record | {"shape": ModelShape(**record["shape"])}), num_passes, num_requests
+    except KeyError as error:
+        raise TraceError(f"{path}: metadata lacks {error}") from error
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"{path}: metadata: {error}") from error
+
+
+def _read_group(file: pq.ParquetFile, path: Path, index: int, columns: tuple[Column, ...]) -> Columns:
+    """Read one row group.
+
+    Raises:
+        TraceError: it cannot be read, or holds a null where a value must be.
+    """
+    where = f"{path}, row group {index}"
+    try:
+        table = file.read_row_group(index, columns=[c.name for c in columns], use_threads=False)
+    except PARQUET_ERRORS as error:
+        raise TraceError(f"{where}: cannot be read: {first_line(error)}") from error
+    try:
+        return from_arrow(columns, table)
+    except TraceError as error:
+        raise TraceError(f"{where}: {error}") from error
+
+
+@contextmanager
+def open_groups(directory: Path, metadata: TraceMetadata, *, signals: bool) -> Iterator[Callable[[int], Group]]:
+    """Open the tables of a trace; gives a function that reads row group i of each."""
+    tables = TABLES if signals else REQUIRED_TABLES
+    paths = {table: directory / f"{table}.parquet" for table in tables}
+    columns = {table: columns_of(table, metadata) for table in tables}
+    with ExitStack() as stack:
+        try:
+            files = {
+                t: stack.enter_context(pq.ParquetFile(p, page_checksum_verification=True)) for t, p in paths.items()
+            }
+        except PARQUET_ERRORS as error:
+            raise TraceError(f"{directory}: cannot be read: {first_line(error)}") from error
+        yield lambda index: Group(**{t: _read_group(files[t], paths[t], index, columns[t]) for t in tables})
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,273 @@
+"""Write a trace that is either whole or absent, and stream one in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from tracer.checks import check_rows, lay_out
+from tracer.files import (
+    METADATA_KEY,
+    PARQUET_ERRORS,
+    dump_metadata,
+    first_line,
+    open_groups,
+    read_footer,
+    tables_in,
+    write_options,
+)
+from tracer.rows import decode, encode
+from tracer.schema import Pass, TraceError, TraceMetadata
+from tracer.tables import REQUIRED_TABLES, TABLES, Columns, ContentHash, Group, columns_of, to_arrow
+
+DATA_DIRECTORY = Path(__file__).parent / "data"
+MAX_GROUP_ROWS = 1 << 18  # of routing; a group in memory takes some 200 bytes a row, and 1200 with signals
+
+
+def find_trace(name_or_path: str) -> Path:
+    """Directory of a shipped trace (`proxy-tiny`) or of any other (`runs/mine.trace`).
+
+    Raises:
+        TraceError: there is neither; the message lists the shipped names.
+    """
+    shipped = DATA_DIRECTORY / f"{name_or_path}.trace"
+    if Path(name_or_path).name == name_or_path and shipped.is_dir():
+        return shipped
+    path = Path(name_or_path)
+    if name_or_path and path.is_dir():
+        return path
+    names = ", ".join(sorted(p.stem for p in DATA_DIRECTORY.glob("*.trace"))) or "none"
+    raise TraceError(f"trace {name_or_path!r}: no such directory, nor a shipped trace; shipped are: {names}")
+
+
+class TraceWriter:
+    """Writes passes to a hidden directory beside `path`, which takes that name only when it is closed whole.
+
+    Within `with`, an exception removes what was written; so does an error of the writer itself. Each token's
+    experts are stored in the order of their ids. Row groups end where no request goes on, and at a pass boundary
+    when they grow large; group i of every table holds the same passes.
+
+    Args:
+        path: directory to be made; parents are made too.
+        metadata: everything but `content_hash`, which is filled in.
+        overwrite: replace a trace of that name at the very end; anything that is not a trace is refused.
+
+    Raises:
+        TraceError: the name is taken, a pass cannot be stored, or the disk refuses.
+    """
+
+    def __init__(self, path: Path | str, metadata: TraceMetadata, *, overwrite: bool = False) -> None:
+        self.path = Path(path)
+        self._metadata = metadata
+        self._overwrite = overwrite
+        self._check_target()
+        dump_metadata(metadata, 0, 0)  # what JSON cannot hold is refused before the work, not after it
+        self._hash = ContentHash()
+        self._pending: list[Group] = []
+        self._pending_rows = 0
+        self._writers: dict[str, pq.ParquetWriter] = {}
+        self._has_signals = False
+        self._last_pass = -1
+        self._last_requests = np.empty(0, np.int64)
+        self._num_passes = 0
+        self._requests: set[int] = set()
+        self._partial = self.path.parent / f".{self.path.name}.partial-{secrets.token_hex(4)}"
+        self._open = True
+        try:
+            self._partial.mkdir(parents=True)
+        except OSError as error:
+            raise TraceError(f"{self.path}: cannot make the trace: {first_line(error)}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._discard()
+
+    def write(self, pass_: Pass) -> None:
+        """Add the next pass; nothing of it is kept by reference."""
+        if not self._open:
+            raise TraceError(f"{self.path}: pass {pass_.pass_id} after the trace was closed")
+        if pass_.pass_id <= self._last_pass:
+            raise TraceError(
+                f"{self.path}: pass {pass_.pass_id} after pass {self._last_pass}; needs ascending ids from 0"
+            )
+        if self._num_passes and self._has_signals != (pass_.signals is not None):
+            found, rest = ("no signals", "have them") if self._has_signals else ("signals", "have none")
+            raise TraceError(f"{self.path}: pass {pass_.pass_id} has {found}; the passes before {rest}")
+        try:
+            group = encode(pass_, self._metadata)
+        except TraceError as error:
+            raise TraceError(f"{self.path}: {error}") from error
+        rows = group.routing["pass_id"].size
+        goes_on = np.isin(pass_.requests, self._last_requests).any()
+        if self._pending and (not goes_on or self._pending_rows + rows > MAX_GROUP_ROWS):
+            self._flush()
+        self._pending.append(group)
+        self._pending_rows += rows
+        self._has_signals = pass_.signals is not None
+        self._last_pass = pass_.pass_id
+        self._last_requests = pass_.requests.copy()
+        self._num_passes += 1
+        self._requests.update(pass_.requests.tolist())
+
+    def close(self) -> None:
+        """Finish the files, put them on disk, and give the directory its name; closing again does nothing."""
+        if not self._open:
+            return
+        with self._whole_or_gone():
+            if not self._num_passes:
+                raise TraceError(f"{self.path}: no pass was written; a trace has one or more")
+            self._flush()
+            metadata = replace(self._metadata, content_hash=self._hash.hexdigest())
+            text = dump_metadata(metadata, self._num_passes, len(self._requests))
+            for table, writer in self._writers.items():
+                writer.add_key_value_metadata({METADATA_KEY: text})
+                writer.close()
+                with (self._partial / f"{table}.parquet").open("r+b") as file:
+                    os.fsync(file.fileno())
+            _sync_directory(self._partial)
+            self._check_target()
+            self._take_name()
+            self._open = False
+            _sync_directory(self.path.parent)
+
+    def _check_target(self) -> None:
+        if not self.path.exists():
+            return
+        if not self._overwrite:
+            raise TraceError(f"{self.path}: exists already; choose another name, or ask to overwrite it")
+        files = {f"{table}.parquet" for table in TABLES}
+        if not self.path.is_dir() or any(file.name not in files for file in self.path.iterdir()):
+            raise TraceError(f"{self.path}: is not a trace; only a trace is overwritten")
+
+    def _flush(self) -> None:
+        """Write what is pending as one row group of each table."""
+        with self._whole_or_gone():
+            for table in TABLES if self._has_signals else REQUIRED_TABLES:
+                parts: list[Columns] = [getattr(group, table) for group in self._pending]
+                arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+                self._hash.update(table, arrays)
+                rows = to_arrow(columns_of(table, self._metadata), arrays)
+                if table not in self._writers:
+                    options = write_options(table, self._metadata)
+                    self._writers[table] = pq.ParquetWriter(self._partial / f"{table}.parquet", rows.schema, **options)
+                self._writers[table].write_table(rows, row_group_size=rows.num_rows)
+        self._pending = []
+        self._pending_rows = 0
+
+    def _take_name(self) -> None:
+        if not self.path.exists():
+            self._partial.rename(self.path)
+            return
+        replaced = self._partial.with_name(self._partial.name.replace(".partial-", ".replaced-"))
+        self.path.rename(replaced)
+        try:
+            self._partial.rename(self.path)
+        except OSError:
+            replaced.rename(self.path)
+            raise
+        shutil.rmtree(replaced)
+
+    @contextmanager
+    def _whole_or_gone(self) -> Iterator[None]:
+        try:
+            yield
+        except PARQUET_ERRORS as error:
+            self._discard()
+            raise TraceError(f"{self.path}: cannot be written, nothing is kept: {first_line(error)}") from error
+        except BaseException:
+            self._discard()
+            raise
+
+    def _discard(self) -> None:
+        self._open = False
+        for writer in self._writers.values():
+            with suppress(*PARQUET_ERRORS):  # the error that led here is the one to report
+                writer.close()
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def _sync_directory(path: Path) -> None:
+    if os.name == "posix":  # elsewhere a directory cannot be opened
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class TraceReader:
+    """Streams the passes of a trace, row group by row group; opening reads only the ends of the files.
+
+    Raises:
+        TraceError: the directory does not hold a whole trace; while streaming, rows that do not make a pass, with
+            pass, request and layer.
+    """
+
+    metadata: TraceMetadata
+    path: Path
+    num_passes: int
+    num_requests: int
+    has_signals: bool
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise TraceError(f"{self.path}: no such directory; a trace is a directory of Parquet tables")
+        footers = {table: read_footer(self.path, table) for table in tables_in(self.path)}
+        first = footers["forwards"]
+        for table, footer in footers.items():
+            if footer.metadata != first.metadata:
+                raise TraceError(f"{self.path}: metadata of {table}.parquet and forwards.parquet differ")
+            if len(footer.rows) != len(first.rows):
+                found = f"{len(footer.rows)} row groups in {table}.parquet, {len(first.rows)} in forwards.parquet"
+                raise TraceError(f"{self.path}: {found}; needs equally many")
+        self.metadata = first.metadata
+        self.num_passes = first.num_passes
+        self.num_requests = first.num_requests
+        self.has_signals = "signals" in footers
+        self._num_groups = len(first.rows)
+
+    def __iter__(self) -> Iterator[Pass]:
+        return self.passes()
+
+    def passes(self, *, signals: bool = False) -> Iterator[Pass]:
+        """Passes in order, from the start at each call; with `signals` the optional table is read too."""
+        if signals and not self.has_signals:
+            raise TraceError(f"{self.path}: has no signals; record the trace with signals to use them")
+        return self._stream(signals)
+
+    def _stream(self, signals: bool) -> Iterator[Pass]:
+        shape = self.metadata.shape
+        last_pass = -1
+        num_passes = 0
+        with open_groups(self.path, self.metadata, signals=signals) as read:
+            for index in range(self._num_groups):
+                group = read(index)
+                layout, findings = lay_out(group, shape, last_pass)
+                if layout is None:
+                    raise TraceError(f"{self.path}: {findings[0]}")
+                for finding in check_rows(group, self.metadata):
+                    raise TraceError(f"{self.path}: {finding}")
+                last_pass = int(group.forwards["pass_id"][-1])
+                for pass_ in decode(group, layout, shape):
+                    num_passes += 1
+                    yield pass_
+        if num_passes != self.num_passes:
+            raise TraceError(f"{self.path}: {num_passes} passes; its metadata says {self.num_passes}")

@@ -1,0 +1,205 @@
+"""The tables of trace format 1: their columns, and arrays to Arrow and back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from tracer.schema import (
+    MAX_AHEAD_DEPTH,
+    NUM_AHEAD,
+    NUM_SCORES,
+    SCHEMA_VERSION,
+    SKETCH_SIZE,
+    ForwardKind,
+    ModelShape,
+    TraceError,
+    TraceMetadata,
+)
+
+KIND_NAMES = tuple(kind.name.lower() for kind in ForwardKind)
+REQUIRED_TABLES = ("forwards", "tokens", "routing")
+TABLES = (*REQUIRED_TABLES, "signals")
+AHEAD_COLUMNS = tuple(f"ahead{depth}_ids" for depth in range(1, MAX_AHEAD_DEPTH + 1))
+
+Columns = dict[str, NDArray[Any]]  # arrays of one table, [N] or [N, width]; -1 or NaN stands for null
+
+
+class Group(NamedTuple):
+    """The same passes' rows of every table."""
+
+    forwards: Columns
+    tokens: Columns
+    routing: Columns
+    signals: Columns | None = None
+
+
+_KIND_TYPE = pa.dictionary(pa.int8(), pa.string())
+_FLOATS = {"float32": pa.float32(), "float16": pa.float16(), "uint8": pa.uint8()}
+
+
+class Column(NamedTuple):
+    """One column: the type of a value on disk, and the length of its fixed-size list (0: a plain value)."""
+
+    name: str
+    stored: pa.DataType
+    width: int = 0
+    nullable: bool = False
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        """Type of the whole column."""
+        return pa.list_(self.stored, self.width) if self.width else self.stored
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the array; a null must differ from every value, so nullable uint16 becomes int32."""
+        if self.stored == _KIND_TYPE:
+            return np.dtype(np.int8)
+        if self.stored == pa.uint16() and self.nullable:
+            return np.dtype(np.int32)
+        return np.dtype(self.stored.to_pandas_dtype())
+
+
+def columns_of(table: str, metadata: TraceMetadata) -> tuple[Column, ...]:
+    """Columns of one table, in order."""
+    shape = metadata.shape
+    gate = _FLOATS[metadata.gate_dtype]
+    keys = (Column("pass_id", pa.int32()), Column("request", pa.int32()))
+    layer_keys = (*keys, Column("layer", pa.int32()), Column("position", pa.int32()))
+    num_scores, num_ahead = signal_widths(shape)
+    if table == "forwards":
+        counts = ("num_tokens", "kv_len", "num_masked_in", "num_accepted")
+        return (
+            *keys,
+            Column("block", pa.int32()),
+            Column("iteration", pa.int32()),
+            Column("kind", _KIND_TYPE),
+            *(Column(name, pa.int32()) for name in counts),
+            Column("wall_ns", pa.int64(), nullable=True),
+            Column("cos_router_input", pa.float32(), shape.num_layers, nullable=True),
+            Column("cos_layer_output", pa.float32(), shape.num_layers, nullable=True),
+        )
+    if table == "tokens":
+        return (
+            *keys,
+            Column("position", pa.int32()),
+            Column("token_id_in", pa.int32()),
+            Column("is_masked_in", pa.bool_()),
+            Column("argmax_id", pa.int32(), nullable=True),
+            Column("p_argmax", pa.float32(), nullable=True),
+            Column("p_current", pa.float32(), nullable=True),
+            Column("accepted", pa.bool_()),
+            Column("edited", pa.bool_()),
+        )
+    if table == "routing":
+        return (*layer_keys, Column("expert_ids", pa.uint16(), shape.top_k), Column("gates", gate, shape.top_k))
+    return (
+        *layer_keys,
+        Column("score_ids", pa.uint16(), num_scores),
+        Column("scores", gate, num_scores),
+        Column("input_norm", pa.float32()),
+        Column("sketch", pa.float32(), SKETCH_SIZE, nullable=True),
+        *(Column(name, pa.uint16(), num_ahead, nullable=True) for name in AHEAD_COLUMNS),
+    )
+
+
+def signal_widths(shape: ModelShape) -> tuple[int, int]:
+    """How many router scores, and how many experts ahead, a model of this many experts can have."""
+    return min(NUM_SCORES, shape.num_experts), min(NUM_AHEAD, shape.num_experts)
+
+
+def _is_null(values: NDArray[Any]) -> NDArray[np.bool_]:
+    return np.isnan(values) if values.dtype.kind == "f" else values < 0
+
+
+def to_arrow(columns: tuple[Column, ...], arrays: Mapping[str, NDArray[Any]]) -> pa.Table:
+    """Build a table; a row of a nullable list is null when all its values are."""
+    built = []
+    for column in columns:
+        values = arrays[column.name]
+        null = _is_null(values) if column.nullable else None
+        if column.stored == _KIND_TYPE:
+            built.append(pa.DictionaryArray.from_arrays(pa.array(values), pa.array(KIND_NAMES)))
+        elif column.width:
+            row_null = null.all(axis=1) if null is not None else None
+            if row_null is not None and values.dtype.kind != "f":
+                values = np.where(row_null[:, None], 0, values)
+            flat = pa.array(values.reshape(-1).astype(column.stored.to_pandas_dtype(), copy=False))
+            mask = pa.array(row_null) if row_null is not None and row_null.any() else None
+            built.append(pa.FixedSizeListArray.from_arrays(flat, type=column.arrow_type, mask=mask))
+        else:
+            built.append(pa.array(values, type=column.stored, mask=null))
+    return pa.Table.from_arrays(built, schema=schema_of(columns))
+
+
+def schema_of(columns: Iterable[Column]) -> pa.Schema:
+    """Arrow schema of a table."""
+    return pa.schema([pa.field(c.name, c.arrow_type, nullable=c.nullable) for c in columns])
+
+
+def from_arrow(columns: Iterable[Column], table: pa.Table) -> Columns:
+    """Take the arrays out of a table.
+
+    Raises:
+        TraceError: a null, or an unknown forward kind, where a value must be.
+    """
+    arrays: Columns = {}
+    for column in columns:
+        data = table.column(column.name).combine_chunks()
+        if isinstance(data, pa.ChunkedArray):  # older pyarrow gives a chunked array back when there is no row
+            data = pa.concat_arrays(data.chunks) if data.num_chunks else pa.array([], column.arrow_type)
+        if column.stored == _KIND_TYPE:
+            arrays[column.name] = _kinds(data)
+            continue
+        if data.null_count and not column.nullable:
+            raise TraceError(f"column {column.name} holds {data.null_count} nulls; each row needs a value")
+        values = data.flatten() if column.width else data
+        if column.width and values.null_count:
+            raise TraceError(
+                f"column {column.name} holds lists with {values.null_count} nulls; a list is whole or null"
+            )
+        if not data.null_count:
+            array = values.to_numpy(zero_copy_only=False).astype(column.dtype, copy=False)
+            arrays[column.name] = array.reshape(-1, column.width) if column.width else array
+            continue
+        valid = data.is_valid().to_numpy(zero_copy_only=False)
+        size = (len(data), column.width) if column.width else (len(data),)
+        array = np.full(size, np.nan if column.dtype.kind == "f" else -1, column.dtype)
+        found = (values if column.width else values.drop_null()).to_numpy(zero_copy_only=False)
+        array[valid] = found.reshape(-1, column.width) if column.width else found
+        arrays[column.name] = array
+    return arrays
+
+
+def _kinds(data: pa.Array) -> NDArray[np.int8]:
+    names = data.cast(pa.string())
+    codes = pc.index_in(names, pa.array(KIND_NAMES))
+    if codes.null_count:
+        unknown = sorted({str(name) for name in pc.unique(names.filter(codes.is_null())).to_pylist()})
+        raise TraceError(f"column kind holds {', '.join(unknown)}; allowed are {', '.join(KIND_NAMES)}")
+    return codes.to_numpy().astype(np.int8)
+
+
+class ContentHash:
+    """SHA-256 over the values of every column in order, whatever the compression and the row groups."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, Any] = {}
+
+    def update(self, table: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Add the next rows of a table."""
+        for name, values in arrays.items():
+            digest = self._columns.setdefault(f"{table}.{name}", hashlib.sha256())
+            digest.update(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).view(np.uint8).data)
+
+    def hexdigest(self) -> str:
+        """The hash of everything added so far."""
+        lines = [f"{name} {digest.hexdigest()}\n" for name, digest in sorted(self._columns.items())]
+        return hashlib.sha256("".join([f"format {SCHEMA_VERSION}\n", *lines]).encode()).hexdigest()
