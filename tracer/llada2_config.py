@@ -88,14 +88,12 @@ class LLaDA2Config:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            whole = field.type == "int"
-            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-                raise TraceError(f"{field.name} {value!r}: must be {'an integer' if whole else 'a number'}")
-            least = 0 if field.name in ("first_k_dense_replace", "pad_token_id") else 1 if whole else 0.0
-            if not (math.isfinite(value) and (value >= least if whole else value > least)):
-                raise TraceError(
-                    f"{field.name} {value!r}: must be {'at least' if whole else 'finite and above'} {least}"
-                )
+            if field.type == "int":
+                least = 0 if field.name in ("first_k_dense_replace", "pad_token_id") else 1
+                if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                    raise TraceError(f"{field.name} {value!r}: must be an integer of at least {least}")
+            elif not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise TraceError(f"{field.name} {value!r}: must be a finite number above 0")
         self._check_sizes()
 
     def _check_sizes(self) -> None:
