@@ -143,7 +143,7 @@ def lfu_residents(batches: Sequence[Mapping[int, int]], capacity: int, by_load: 
             time += 1
             touched[expert] = time
             count[expert] = count.get(expert, 0) + (batch[expert] if by_load else 1)
-        ranked = sorted(resident | batch.keys(), key=lambda e: (e in batch, count[e], touched[e]), reverse=True)  # noqa: B023
+        ranked = sorted(resident | batch.keys(), key=lambda e: (e in batch, count[e], touched[e]), reverse=True)
         resident = set(ranked[:capacity])
     return before
 

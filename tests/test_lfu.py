@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import hits_per_execution, lfu_residents, pass_of, passes_of, run, shape_of
+from strategies import random_passes
+
+from policies.contract import PolicyError
+from policies.lfu import Knobs
+
+
+def passes_with_loads(loads):
+    """One layer whose forwards send so many tokens to each expert."""
+    routes = [np.repeat(list(load), list(load.values())) for load in loads]
+    return [pass_of(ids[None, :, None], i, iterations=[i]) for i, ids in enumerate(routes)]
+
+
+@given(
+    st.lists(st.dictionaries(st.integers(0, 6), st.integers(1, 3), min_size=1), min_size=1, max_size=10),
+    st.integers(1, 7),
+    st.sampled_from(["one", "load"]),
+)
+def test_equals_a_sort_by_activity_count_and_last_touch(loads, capacity, increment):
+    decisions = run("lfu", {"lfu_inc": increment}, shape_of(1, 7), passes_with_loads(loads), capacity)
+    found = [set(np.flatnonzero(decision.resident).tolist()) for decision in decisions]
+    assert found == lfu_residents(loads, capacity, increment == "load")
+
+
+def test_counts_survive_eviction():
+    # 0 was used twice, then made room; it comes back ahead of 3, which was used once
+    passes = passes_of([{0}, {0}, {1, 2}, {0, 3}, {1}, {0}])
+    assert hits_per_execution(run("lfu", {}, shape_of(1, 4), passes, 2)) == [0, 1, 0, 0, 0, 1]
+
+
+def test_what_is_activated_now_stays_before_what_was_used_more_often():
+    passes = passes_of([{0}, {0}, {0}, {1}])
+    last = run("lfu", {}, shape_of(1, 2), passes, 1)[-1]
+    assert np.flatnonzero(last.plan.retained).tolist() == [1]
+
+
+def test_counting_by_load_can_change_who_stays():
+    passes = passes_with_loads([{0: 1, 1: 3}, {0: 1}, {2: 1}])
+    held = [
+        np.flatnonzero(run("lfu", {"lfu_inc": inc}, shape_of(1, 3), passes, 2)[-1].plan.retained)
+        for inc in ("one", "load")
+    ]
+    assert [ids.tolist() for ids in held] == [[0, 2], [1, 2]]
+
+
+def test_previous_set_keeps_exactly_what_was_activated():
+    shape, passes = random_passes(np.random.default_rng(3))
+    for decision in run("prev_set", {}, shape, passes, shape.num_experts):
+        assert (decision.plan.retained == (decision.step.load > 0)).all()
+        assert (
+            decision.plan.transfers.tolist() == np.flatnonzero((decision.step.load > 0) & ~decision.resident).tolist()
+        )
+
+
+def test_of_more_than_fits_previous_set_keeps_the_last_touched():
+    passes = passes_of([{1, 2, 3}, {1, 2, 4}, {1, 3}, {2}])
+    decisions = run("prev_set", {}, shape_of(1, 5), passes, 2)
+    assert [np.flatnonzero(d.plan.retained).tolist() for d in decisions] == [[2, 3], [1, 4], [1, 3], [2]]
+
+
+@pytest.mark.parametrize("knobs", [{"lfu_inc": "n_e"}, {"misses": "cpu"}, {"lru_order": ""}])
+def test_refuses_other_values(knobs):
+    with pytest.raises(PolicyError, match="allowed are"):
+        Knobs(**knobs)
