@@ -1,0 +1,117 @@
+"""One training step: masked cross-entropy, fp32 masters, and biases that balance the experts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tracer.llada2 import LLaDA2
+from tracer.pretrain_batches import Batch
+from tracer.pretrain_configs import PretrainConfig
+
+
+class LoadObserver:
+    """Counts how many tokens each expert of each MoE layer gets in a forward."""
+
+    def __init__(self) -> None:
+        self.loads: dict[int, Tensor] = {}  # layer id -> [E]
+
+    def embedded(self, embeddings: Tensor) -> None:
+        """Forget the last forward."""
+        self.loads = {}
+
+    def moe_layer(
+        self,
+        layer_id: int,
+        router_input: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        scores: Tensor,
+        biased: Tensor,
+        output: Tensor,
+    ) -> None:
+        """Count one layer's experts."""
+        chosen = ids.flatten()
+        load = torch.zeros(scores.shape[-1], dtype=torch.int64, device=ids.device)
+        self.loads[layer_id] = load.scatter_add(0, chosen, torch.ones_like(chosen))
+
+
+class Trainer:
+    """A model, its optimizer over fp32 masters of the weights, and the biases that balance its experts."""
+
+    def __init__(self, model: LLaDA2, config: PretrainConfig) -> None:
+        self.model, self.config = model, config
+        self._weights = list(model.parameters())
+        self._masters = [weight.detach().float().clone() for weight in self._weights]
+        matrices = [master for master in self._masters if master.dim() > 1]
+        vectors = [master for master in self._masters if master.dim() == 1]
+        self._optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=config.learning_rate,
+            betas=(0.9, 0.95),
+            eps=1e-10,
+        )
+        self._observer = LoadObserver()
+
+    def step(self, batch: Batch, learning_rate: float) -> dict[str, Tensor]:
+        """Take one step.
+
+        Returns:
+            Scalars that stay on the device: loss, gradient norm, and the highest load of an expert over the mean.
+        """
+        logits = self.model(batch.token_ids, batch.positions, mask=batch.mask, observer=self._observer)
+        loss = masked_loss(logits[:, : batch.targets.shape[1]], batch.targets, batch.weights)
+        loss.backward()
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            master.grad = torch.zeros_like(master) if weight.grad is None else weight.grad.float()
+            weight.grad = None
+        grad_norm = nn.utils.clip_grad_norm_(self._masters, self.config.max_grad_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, self._masters)
+        highest = balance(self.model, self._observer.loads, self.config.bias_rate)
+        return {"loss": loss.detach(), "grad_norm": grad_norm, "max_load_ratio": highest}
+
+
+def masked_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean cross-entropy.
+
+    Args:
+        logits: [B, T, V] fp32.
+        targets: [B, T].
+        weights: [B, T], 0 where a token does not count; not all of them are.
+    """
+    losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses * weights.flatten()).sum() / weights.sum()
+
+
+@torch.no_grad()
+def balance(model: LLaDA2, loads: dict[int, Tensor], rate: float) -> Tensor:
+    """Raise the bias of experts with less than the mean load by `rate`, lower that of the others.
+
+    Returns:
+        The highest load of an expert over its layer's mean, over all layers.
+
+    Source:
+        Auxiliary-loss-free load balancing (DeepSeek-V3), as LLaDA2.0's expert_bias comes from.
+    """
+    ratios = []
+    for layer_id, layer in model.moe_layers():
+        load = loads[layer_id].float()
+        layer.gate.expert_bias += rate * torch.sign(load.mean() - load)
+        ratios.append(load.max() / load.mean())
+    return torch.stack(ratios).max()
+
+
+def learning_rate(config: PretrainConfig, share: float) -> float:
+    """Linear warm-up, then a cosine down to the final ratio, by the share of the time that has passed."""
+    if share < config.warmup_ratio:
+        return config.learning_rate * share / config.warmup_ratio
+    progress = min(1.0, (share - config.warmup_ratio) / (1 - config.warmup_ratio))
+    low = config.final_learning_rate_ratio
+    return config.learning_rate * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
