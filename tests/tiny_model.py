@@ -1,8 +1,12 @@
 """A LLaDA2-shaped model that is small enough to run hundreds of forwards in a test."""
 
+from dataclasses import replace
+
 import torch
 
+from tracer.checkpoint import save
 from tracer.llada2 import LLaDA2, LLaDA2Config
+from tracer.tokenizer import train_tokenizer
 
 MASK_ID, EOS_ID = 39, 38
 CONFIG = LLaDA2Config(
@@ -30,12 +34,20 @@ CONFIG = LLaDA2Config(
 )
 
 
-def tiny_model(seed=0):
+def tiny_model(seed=0, config=CONFIG, mask_id=MASK_ID, eos_id=EOS_ID):
     """Random weights and expert biases; the mask and the end of text are hardly ever predicted."""
     torch.manual_seed(seed)
-    model = LLaDA2(CONFIG).eval()
+    model = LLaDA2(config).eval()
     with torch.no_grad():
         for _, layer in model.moe_layers():
             layer.gate.expert_bias.normal_(std=0.1)
-        model.lm_head.weight[[EOS_ID, MASK_ID]] *= 0.01
+        model.lm_head.weight[[eos_id, mask_id]] *= 0.01
     return model
+
+
+def save_tiny_checkpoint(directory):
+    """A tiny model with a tokenizer of its own, as a checkpoint directory."""
+    tokenizer = train_tokenizer(["Sam has 12 pens and buys 30 more. How many pens are there? 12 + 30 = 42"] * 4, 320)
+    config = replace(CONFIG, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.eos_id)
+    save(tiny_model(0, config, tokenizer.mask_id, tokenizer.eos_id), directory)
+    tokenizer.save(directory)

@@ -29,6 +29,7 @@ class Observation:
     """Gathers what the model shows of one forward of one request, layer after layer."""
 
     def __init__(self, model: LLaDA2, signals: bool) -> None:
+        self._num_experts = model.config.num_experts
         self._gates = {layer_id: layer.gate for layer_id, layer in model.moe_layers()}
         self._projection = sketch_projection(model.config.hidden_size, model.device) if signals else None
         self.sketches: list[Tensor] = []  # [T, 16], one for each call of the embedding hook
@@ -64,15 +65,17 @@ class Observation:
         self.layers.append(LayerObservation(layer_id, router_input[0], output[0], ids[0], weights[0], signals))
 
     def _ahead(self, layer_id: int, router_input: Tensor) -> Tensor:
-        """Top experts, [3, T, 16], by the gates of the next layers on this layer's router input."""
-        ahead = torch.full((MAX_AHEAD_DEPTH, len(router_input), NUM_AHEAD), -1, device=router_input.device)
+        """Top experts, [3, T, 16] or all if they are fewer, by the gates of the next layers on this router input.
+
+        As many as the gate could choose come in its order; should its open groups hold fewer, the rest follow by id.
+        """
+        width = min(NUM_AHEAD, self._num_experts)
+        ahead = torch.full((MAX_AHEAD_DEPTH, len(router_input), width), -1, device=router_input.device)
         for depth in range(MAX_AHEAD_DEPTH):
             gate = self._gates.get(layer_id + depth + 1)
             if gate is not None:
-                scores = gate.scores(router_input)
-                best = min(NUM_AHEAD, scores.shape[-1])
-                sizes = {"num_groups": gate.num_groups, "top_groups": gate.top_groups, "top_k": best}
-                ahead[depth, :, :best] = route(scores, gate.expert_bias, **sizes)[0]
+                sizes = {"num_groups": gate.num_groups, "top_groups": gate.top_groups, "top_k": width}
+                ahead[depth] = route(gate.scores(router_input), gate.expert_bias, **sizes)[0]
         return ahead
 
 

@@ -1,0 +1,211 @@
+"""`oled-trace`: decode prompts with a model and record every forward pass as a trace."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig
+from tqdm import tqdm
+
+from experiments.cli import Directories, hydra_command
+from tracer.schema import GATE_DTYPES, ForwardKind, ModelShape, Pass, TraceError
+
+try:
+    import torch
+except ModuleNotFoundError:
+    raise SystemExit("oled-trace: error: PyTorch is not installed; pip install 'oledsim[trace]' brings it") from None
+
+from tracer import locality
+from tracer.capture import trace_metadata, trace_prompts
+from tracer.checkpoint import checkpoint_hash, load, read_config
+from tracer.decode import DecodeResult, DecodeSettings, ForwardEvent
+from tracer.models import find_model
+from tracer.prompts import Prompt, encode_prompts, read_prompts
+from tracer.store import TraceReader, TraceWriter
+from tracer.tokenizer import load_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Decode:
+    """How prompts are answered; greedy."""
+
+    loop: str = "dinfer"
+    block_length: int = 16
+    threshold: float = 0.9
+    gen_length: int = 128  # new tokens of a prompt
+    early_stop: bool = True  # at the end of text
+
+
+@dataclass
+class Output:
+    """Where the trace goes."""
+
+    trace: str = MISSING  # a directory to be made, NAME.trace
+    overwrite: bool = False
+
+
+@dataclass
+class Trace:
+    """Every key of `oled-trace`."""
+
+    model: str = MISSING  # name of a shipped model, or path of a checkpoint directory
+    prompts: str = MISSING  # JSONL with a key prompt, or plain text, one a line
+    max_prompts: int | None = None  # how many of them, from the start; null is all
+    decode: Decode = field(default_factory=Decode)
+    gate_dtype: str = "float16"  # how gates are stored
+    signals: bool = False  # also record router scores, norms, sketches and the next layers' gates
+    device: str = "cpu"
+    dtype: str = "float32"  # that the model computes in
+    output: Output = field(default_factory=Output)
+
+
+class SweepDirectories(Directories):
+    """Hydra's directories of a multirun only: a single run has none, and its working directory is not to be tidied."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Take no note."""
+
+
+class Summary(NamedTuple):
+    """What a trace is like, from its passes."""
+
+    num_forwards: Counter[ForwardKind]
+    num_accepted: int
+    activated: Sequence[float]  # [L] mean experts of each layer, denoise forwards
+    overlap: float | None
+    floor: float | None
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Accepted tokens over decode forwards."""
+        return self.num_accepted / (self.num_forwards.total() - self.num_forwards[ForwardKind.PREFILL])
+
+
+def main() -> None:
+    """Entry point of the command."""
+    ConfigStore.instance().store(name="trace_schema", node=Trace)
+    hydra_command("oled-trace", "trace", run)
+
+
+def run(config: DictConfig) -> None:
+    """Check everything that can be checked, then trace, and print texts and summary."""
+    path = Path(config.output.trace)
+    _check(config, path)
+    directory = find_model(config.model)
+    prompts = read_prompts(Path(config.prompts), config.max_prompts)
+    model_config, tokenizer = read_config(directory), load_tokenizer(directory)
+    decode = config.decode
+    settings = DecodeSettings(
+        block_length=decode.block_length,
+        threshold=decode.threshold,
+        gen_length=decode.gen_length,
+        mask_id=tokenizer.mask_id,
+        eos_id=tokenizer.eos_id,
+        early_stop=decode.early_stop,
+        loop=decode.loop,
+    )
+    encoded = encode_prompts(prompts, tokenizer, model_config, settings, config.prompts)
+    hash_ = checkpoint_hash(directory)
+    model = load(directory, device=config.device, dtype=DTYPES[config.dtype])
+    name = directory.resolve().name
+    metadata = trace_metadata(model, settings, name, hash_, config.gate_dtype, config.signals)
+    progress = _Progress(len(prompts), settings.gen_length)
+    with progress.bar, TraceWriter(path, metadata, overwrite=config.output.overwrite) as writer:
+        results = trace_prompts(model, encoded, settings, writer, signals=config.signals, on_forward=progress.forward)
+    reader = TraceReader(path)
+    for prompt, result in zip(prompts, results, strict=True):
+        print(_answer(prompt, result, tokenizer.decode(result.generated_ids)))
+    shape = model_config.shape()
+    print(format_summary(summarise(reader, shape), shape, path, metadata.source))
+
+
+def summarise(passes: Iterable[Pass], shape: ModelShape) -> Summary:
+    """Count forwards and accepted tokens, and measure activation and overlap, in one reading."""
+    num_forwards: Counter[ForwardKind] = Counter()
+    num_accepted = 0
+    denoised = []
+    for item in passes:
+        num_forwards.update(ForwardKind(kind) for kind in item.kinds)
+        num_accepted += int(item.num_accepted.sum())
+        denoised += locality.denoise_sets([item], shape.num_experts)
+    return Summary(
+        num_forwards,
+        num_accepted,
+        locality.activated_per_layer(denoised).tolist(),
+        locality.within_blocks(denoised).mean_overlap,
+        locality.between_requests(denoised).mean_overlap,
+    )
+
+
+def format_summary(summary: Summary, shape: ModelShape, path: Path, source: str) -> str:
+    """The summary in lines for a terminal."""
+    kinds = ", ".join(f"{kind.name.lower()} {summary.num_forwards[kind]}" for kind in sorted(summary.num_forwards))
+    by_layer = ", ".join(
+        f"{layer_id}: {count:.1f}" for layer_id, count in zip(shape.layer_ids, summary.activated, strict=True)
+    )
+    activated = sum(summary.activated) / len(summary.activated)
+    overlap = "none, no block has two denoise forwards" if summary.overlap is None else f"{summary.overlap:.3f}"
+    floor = "needs two requests" if summary.floor is None else f"{summary.floor:.3f}"
+    lines = {
+        "trace": f"{path} ({source})",
+        "forwards": f"{summary.num_forwards.total()}: {kinds}",
+        "tokens per forward": f"{summary.tokens_per_forward:.2f} ({summary.num_accepted} accepted, prefill not counted)",
+        "activated experts": f"{activated:.1f} of {shape.num_experts} in a denoise forward (layer {by_layer})",
+        "adjacent overlap": f"{overlap}; floor between unrelated requests: {floor}",
+    }
+    return "\n".join(f"{name:<20}{text}" for name, text in lines.items())
+
+
+class _Progress:
+    """A bar on stderr, when that is a terminal, of the tokens of all answers."""
+
+    def __init__(self, num_prompts: int, gen_length: int) -> None:
+        self._gen_length = gen_length
+        self._request, self._num_accepted = 0, 0
+        self.bar = tqdm(
+            total=num_prompts * gen_length,
+            unit="token",
+            desc="oled-trace",
+            disable=not sys.stderr.isatty(),
+            leave=False,
+        )
+
+    def forward(self, event: ForwardEvent) -> None:
+        """Move on by what the forward accepted, and past what an early stop left out of the request before."""
+        if event.request != self._request:
+            self._request, self._num_accepted = event.request, 0
+        self._num_accepted += int(event.accepted.sum())
+        done = event.request * self._gen_length + min(self._num_accepted, self._gen_length)
+        self.bar.update(done - self.bar.n)
+
+
+def _check(config: DictConfig, path: Path) -> None:
+    """Refuse what no file needs to be read for."""
+    if config.max_prompts is not None and config.max_prompts < 1:
+        raise TraceError(f"max_prompts {config.max_prompts}: must be at least 1, or null for all")
+    for key, allowed in (("gate_dtype", GATE_DTYPES), ("dtype", tuple(DTYPES))):
+        if config[key] not in allowed:
+            raise TraceError(f"{key} {config[key]!r}: allowed are {', '.join(allowed)}")
+    num_cuda = torch.cuda.device_count()
+    devices = ["cpu", *(["cuda"] if num_cuda else []), *(f"cuda:{i}" for i in range(num_cuda))]
+    if config.device not in devices:
+        raise TraceError(f"device {config.device!r}: this machine has {', '.join(devices)}")
+    if path.exists() and not config.output.overwrite:
+        raise TraceError(f"{path}: exists already; output.overwrite=true replaces a trace")
+
+
+def _answer(prompt: Prompt, result: DecodeResult, text: str) -> str:
+    """The generated text under a line that says to what."""
+    return f"--- line {prompt.line}: {len(result.generated_ids)} tokens\n{text}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_model import save_tiny_checkpoint
+
+from experiments import trace as command
+from tracer.models import find_model
+from tracer.prompts import read_prompts
+from tracer.schema import ForwardKind, TraceError
+from tracer.store import TraceReader
+
+FAST = ["decode.gen_length=20", "decode.threshold=0.1"]
+PROMPTS = ["Sam has 3 pens.", "How many pens and pens and pens and pens are there? 12 + 30 =", "12"]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch, checkpoint):
+    """An empty working directory with a model and prompts, and the command to run in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").symlink_to(checkpoint)
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    return tmp_path
+
+
+@pytest.fixture
+def oled_trace(workplace, monkeypatch, capsys):
+    """Runs the command within this process; a subprocess would import PyTorch again for every case."""
+
+    def run(*arguments, model="tiny", prompts="prompts.txt", output="out.trace"):
+        given = {"model": model, "prompts": prompts, "output.trace": output}
+        overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
+        monkeypatch.setattr(sys, "argv", ["oled-trace", *overrides, *arguments])
+        try:
+            command.main()
+        except SystemExit as exit_:
+            return exit_.code, *capsys.readouterr()
+        return 0, *capsys.readouterr()
+
+    return run
+
+
+def files(directory):
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def test_traces_prints_texts_and_a_summary(workplace, oled_trace):
+    code, out, err = oled_trace(*FAST)
+    assert (code, err) == (0, "")
+    reader = TraceReader(workplace / "out.trace")
+    passes = list(reader)
+    assert reader.num_requests == 3
+    assert reader.metadata.source == "model:tiny"
+    assert reader.metadata.gate_dtype == "float16"
+    assert reader.metadata.details["engine"] == "oledsim"
+    assert len(reader.metadata.details["checkpoint_hash"]) == 64
+    assert [f"--- line {n}: 20 tokens" in out for n in (1, 2, 3)] == [True] * 3
+    decode = [item for item in passes if item.kind != ForwardKind.PREFILL]
+    accepted = sum(int(item.num_accepted[0]) for item in passes)
+    summary = {line[:20].strip(): line[20:] for line in out.splitlines()[-5:]}
+    assert summary["trace"] == "out.trace (model:tiny)"
+    assert summary["forwards"].startswith(f"{len(passes)}: prefill 3, denoise ")
+    assert summary["tokens per forward"].startswith(f"{accepted / len(decode):.2f} ({accepted} accepted")
+    assert " of 48 in a denoise forward (layer 1: " in summary["activated experts"]
+    assert "floor between unrelated requests: 0." in summary["adjacent overlap"]
+    assert files(workplace)[:3] == ["out.trace", "out.trace/forwards.parquet", "out.trace/routing.parquet"]
+    assert not [name for name in files(workplace) if name.startswith((".", "outputs"))]
+
+
+def test_options_reach_the_trace(workplace, oled_trace):
+    (workplace / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text, "answer": 42}) + "\n" for text in PROMPTS)
+    )
+    code, out, _ = oled_trace(
+        *FAST,
+        "decode.block_length=8",
+        "decode.early_stop=false",
+        "gate_dtype=uint8",
+        "signals=true",
+        "max_prompts=1",
+        "dtype=bfloat16",
+        prompts="prompts.jsonl",
+        output="made/here/out.trace",
+    )
+    assert code == 0
+    assert "floor between unrelated requests: needs two requests" in out
+    reader = TraceReader(workplace / "made/here/out.trace")
+    assert (reader.num_requests, reader.has_signals, reader.metadata.gate_dtype) == (1, True, "uint8")
+    assert reader.metadata.decode["block_length"] == 8
+    assert reader.metadata.decode["early_stop"] is False
+    assert reader.metadata.details["dtype"] == "bfloat16"
+    assert {len(item.positions) for item in reader if item.blocks[0] >= 0} == {8}
+
+
+def test_a_trace_is_replaced_only_on_request(workplace, oled_trace):
+    assert oled_trace(*FAST)[0] == 0
+    first = TraceReader(workplace / "out.trace").metadata.content_hash
+    code, _, err = oled_trace(*FAST, "max_prompts=1")
+    assert (code, err) == (2, "oled-trace: error: out.trace: exists already; output.overwrite=true replaces a trace\n")
+    assert TraceReader(workplace / "out.trace").metadata.content_hash == first
+    assert oled_trace(*FAST, "max_prompts=1", "output.overwrite=true")[0] == 0
+    assert TraceReader(workplace / "out.trace").num_requests == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "bad.jsonl: the file is empty"),
+        (b'{"prompt": "a"}\n\n', "bad.jsonl, line 2: blank"),
+        (b'{"prompt": "a"}\n{"text": "b"}\n', "bad.jsonl, line 2: found keys text, must have the key prompt"),
+        (b'{"prompt": "a"}\nwhat\n', "bad.jsonl, line 2: not JSON (Expecting value at column 1)"),
+        (b'["a"]\n', "bad.jsonl, line 1: found a JSON list"),
+        (b'{"prompt": 7}\n', "bad.jsonl, line 1: found prompt of type int"),
+        (b'{"prompt": "  "}\n', "bad.jsonl, line 1: the prompt is blank"),
+        (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "bad.jsonl: not UTF-8 text at byte 28"),
+        (b'{"prompt": "see <|mask|> here"}\n', "bad.jsonl, line 1: the prompt holds the mask token"),
+        (
+            b'{"prompt": "a"}\n{"prompt": "' + b"7 " * 150 + b'"}\n',
+            "bad.jsonl, line 2: the prompt has 300 tokens, must be 1 to 236",
+        ),
+    ],
+)
+def test_bad_prompts(workplace, oled_trace, content, message):
+    (workplace / "bad.jsonl").write_bytes(content)
+    refused(workplace, oled_trace, message, *FAST, prompts="bad.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given", "message"),
+    [
+        ([], {"prompts": "none.txt"}, "none.txt: No such file or directory"),
+        ([], {"prompts": "tiny"}, "tiny: Is a directory"),
+        ([], {"prompts": None}, "prompts: must be given as prompts=VALUE"),
+        ([], {"model": None}, "model: must be given as model=VALUE"),
+        ([], {"output": None}, "output.trace: must be given as output.trace=VALUE"),
+        ([], {"model": "nothing-here"}, "model nothing-here: no such directory; shipped models: "),
+        ([], {"model": "."}, "model .: the directory has no config.json"),
+        (["max_prompts=0"], {}, "max_prompts 0: must be at least 1"),
+        (["gate_dtype=int3"], {}, "gate_dtype 'int3': allowed are float32, float16, uint8"),
+        (["dtype=int8"], {}, "dtype 'int8': allowed are float32, bfloat16, float16"),
+        (["device=tpu"], {}, "device 'tpu': this machine has cpu"),
+        (["decode.block_length=0"], {}, "block_length 0: must be at least 1"),
+        (["decode.gen_length=0"], {}, "gen_length 0: must be at least 1"),
+        (["decode.gen_length=256"], {}, "gen_length 256: must leave room for a prompt in the model's 256 positions"),
+        (["decode.threshold=2"], {}, "threshold 2.0: must be from 0 to 1"),
+        (["decode.loop=autoregressive"], {}, "decode loop 'autoregressive': allowed are dinfer"),
+        (["decode.block_length=many"], {}, "decode.block_length: "),
+        (["decode.blocklength=8"], {}, "decode.blocklength: no such key; did you mean block_length?"),
+        ([], {"output": "prompts.txt"}, "prompts.txt: exists already"),
+        (["output.overwrite=true"], {"output": "prompts.txt"}, "prompts.txt: is not a trace"),
+        ([], {"output": "prompts.txt/out.trace"}, "prompts.txt/out.trace: "),
+    ],
+)
+def test_bad_settings(workplace, oled_trace, overrides, given, message):
+    refused(workplace, oled_trace, message, *overrides, **given)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("model.safetensors.index.json", "broken: no model.safetensors.index.json"),
+        ("tokenizer.json", "broken/tokenizer.json: no such file"),
+    ],
+)
+def test_incomplete_checkpoint(workplace, oled_trace, checkpoint, file, message):
+    shutil.copytree(checkpoint, workplace / "broken")
+    (workplace / "broken" / file).unlink()
+    refused(workplace, oled_trace, message, *FAST, model="broken")
+
+
+def refused(directory, run, message, *overrides, **given):
+    """One line that says what was wrong, exit code 2, and nothing written."""
+    before = files(directory)
+    code, out, err = run(*overrides, **given)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("oled-trace: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert files(directory) == before
+
+
+def test_a_decode_error_leaves_nothing(workplace, oled_trace, monkeypatch):
+    def stall(guess, masked, settings):
+        return masked & False
+
+    monkeypatch.setattr("tracer.decode.accept_dinfer", stall)
+    refused(workplace, oled_trace, "request 0, block 0: nothing can be accepted", *FAST)
+
+
+def spawn(directory, *arguments):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "experiments.trace", *arguments]
+    return subprocess.Popen(
+        line, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_bad_input_in_a_process_of_its_own(workplace):
+    before = files(workplace)
+    (workplace / "prompts.txt").write_text("")
+    process = spawn(workplace, "model=tiny", "prompts=prompts.txt", "output.trace=out.trace")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (2, "")
+    assert err == "oled-trace: error: prompts.txt: the file is empty, one prompt a line is needed\n"
+    assert files(workplace) == before
+
+
+def test_interrupt_leaves_no_trace(workplace):
+    before = files(workplace)
+    (workplace / "prompts.txt").write_text("Sam has 3 pens.\n" * 500)
+    process = spawn(workplace, "model=tiny", "prompts=prompts.txt", "output.trace=out.trace", "decode.gen_length=200")
+    while not list(workplace.glob(".out.trace.partial-*")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (130, "")
+    assert err == "oled-trace: interrupted\n"
+    assert files(workplace) == before
+
+
+def test_plain_text_and_json_lines_give_the_same_prompts(tmp_path):
+    (tmp_path / "a.txt").write_text("one\r\n two \n", newline="")
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"id": 1, "prompt": "one"}\n{"prompt": " two "}')
+    assert read_prompts(tmp_path / "a.txt") == read_prompts(tmp_path / "a.jsonl") == [(1, "one"), (2, " two ")]
+    assert read_prompts(tmp_path / "a.txt", 1) == [(1, "one")]
+
+
+def test_line_separators_within_a_prompt_do_not_split_it(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "one\u2028two"}\n')
+    assert read_prompts(path) == [(1, "one\u2028two")]
+
+
+def test_a_model_is_found_by_path(checkpoint):
+    assert find_model(str(checkpoint)) == Path(checkpoint)
+    with pytest.raises(TraceError, match="no such directory; shipped models: "):
+        find_model("nothing-here")
