@@ -209,6 +209,11 @@ class LLaDA2(nn.Module):
 
     Modules carry the names of the checkpoint, less its leading `model.`, except that experts are stacked. A cast of
     the model (`.to(torch.bfloat16)`) leaves the expert biases as they are.
+
+    Source:
+        LLaDA2.0 and LLaDA2.1, released modeling code.
+        Differs: Accepts a cache and any mask, where the released forward takes full windows only. Expert biases stay
+        in fp32, which the released loader rounds to the dtype of the model.
     """
 
     def __init__(self, config: LLaDA2Config, *, expert_bias_dtype: torch.dtype = torch.float32) -> None:
