@@ -11,6 +11,7 @@ import pytest
 from tiny_model import save_tiny_checkpoint
 
 from experiments import trace as command
+from tracer.doctor import check
 from tracer.models import find_model
 from tracer.prompts import read_prompts
 from tracer.schema import ForwardKind, TraceError
@@ -103,6 +104,19 @@ def test_options_reach_the_trace(workplace, oled_trace):
     assert reader.metadata.decode["early_stop"] is False
     assert reader.metadata.details["dtype"] == "bfloat16"
     assert {len(item.positions) for item in reader if item.blocks[0] >= 0} == {8}
+
+
+@pytest.mark.parametrize(
+    ("gate_dtype", "block_length", "signals"),
+    [("float16", 16, "false"), ("uint8", 1, "true"), ("float32", 4, "true"), ("float16", 64, "true")],
+)
+def test_the_doctor_finds_nothing(workplace, oled_trace, gate_dtype, block_length, signals):
+    chosen = [f"gate_dtype={gate_dtype}", f"decode.block_length={block_length}", f"signals={signals}"]
+    assert oled_trace(*FAST, *chosen)[0] == 0
+    report = check(workplace / "out.trace")
+    assert report.findings == []
+    assert report.num_forwards["prefill"] == 3
+    assert report.num_pairs == report.num_tokens * 3 * 4
 
 
 def test_a_trace_is_replaced_only_on_request(workplace, oled_trace):
