@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from policies.contract import PolicyError
+from policies.jit import jit
 from policies.steps import Steps
 from tracer.schema import ModelShape, Pass
 
 CONF_DECODED = ("prob", "one", "at_accept")
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False  # as the confidence of a Step is: numba knows the two as different types
+    return array
 
 
 class Readings(NamedTuple):
@@ -23,7 +29,24 @@ class Readings(NamedTuple):
     offsets: NDArray[np.int64]  # [F + 1], [0] without readings
 
 
-NO_READINGS = Readings(np.empty(0), np.zeros(1, np.int64))
+NO_READINGS = Readings(_read_only(np.empty(0)), _read_only(np.zeros(1, np.int64)))
+
+
+@jit
+def confidence_at(readings, step):
+    """Confidence of each token at the gate of a step, [T].
+
+    Raises:
+        PolicyError: there are readings, but of another trace.
+    """
+    if readings.offsets.size == 1:
+        return step.confidence
+    if step.forward + 1 >= readings.offsets.size:
+        raise PolicyError("the confidences were read from a shorter trace than the run has")
+    start, end = readings.offsets[step.forward], readings.offsets[step.forward + 1]
+    if end - start != step.confidence.size:
+        raise PolicyError("the confidences were read from another trace than that of the run")
+    return readings.values[start:end]
 
 
 def read_all(
@@ -51,7 +74,7 @@ def read_all(
     if not found:
         raise PolicyError("this reading of confidence needs the trace of the run, and there are no passes")
     sizes = [values.size for values in found]
-    return Readings(np.concatenate(found), np.cumsum([0, *sizes], dtype=np.int64))
+    return Readings(_read_only(np.concatenate(found)), _read_only(np.cumsum([0, *sizes], dtype=np.int64)))
 
 
 def _reread(passes: Iterable[Pass], decoded: str, flip_scale: float) -> Iterator[Pass]:

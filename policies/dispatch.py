@@ -212,8 +212,9 @@ def split_at(params, nbar, priority, load, missed, num_activated, estimates):
     ids = by_priority(missed, priority)
     num_missed = ids.size
     num_gpu = gpu_share(params.rho_round, nbar, num_missed, estimates)
-    on_gpu = np.zeros(num_missed + 1, np.bool_)
-    on_gpu[:num_gpu] = True
+    on_gpu = np.zeros(num_missed + 1, np.bool_)  # the last entry is for nobody
+    for entry in range(num_gpu):
+        on_gpu[entry] = True
     if params.max_swaps > 0:
         worth = reuse_worth(params, nbar, num_activated, estimates)
         _refine(params, worth, ids, on_gpu, num_gpu, priority, load, estimates)
@@ -229,7 +230,8 @@ def _refine(params, worth, ids, on_gpu, num_gpu, priority, load, estimates):
     value = np.zeros(nobody + 1, np.float64)
     cost_ns = np.zeros(nobody + 1, np.int64)
     names[nobody] = -1
-    cpu_ns = most = 0
+    cpu_ns = cost_ns[nobody]
+    most = 0
     for entry in range(nobody):
         expert = ids[entry]
         names[entry], value[entry] = expert, priority[expert]
@@ -294,7 +296,8 @@ def _time(params, num_copies, cpu_ns, estimates):
 
 @jit
 def _lowest_of_each_load(ids, on_gpu, load, lowest, leaving):
-    lowest[:] = -1
+    for index in range(lowest.size):
+        lowest[index] = -1
     for entry in range(ids.size):
         if on_gpu[entry]:
             lowest[load[ids[entry]]] = entry

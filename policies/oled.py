@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies import lru
-from policies.capacity import apportion
-from policies.confidence import CONF_DECODED, NO_READINGS, Readings, read_all
+from policies.capacity import apportion, smooth
+from policies.confidence import CONF_DECODED, NO_READINGS, Readings, confidence_at, read_all
 from policies.contract import Context, Estimates, Policy, PolicyError, plain_plan
 from policies.dispatch import DispatchKnobs, DispatchParams, by_priority, dispatch_params, pooled_load, split_at
 from policies.driver import drive
 from policies.jit import jit
 from policies.knobs import require_choice
+from policies.lru import touch
 from policies.priority import CONFIDENCE, ORDER, SIGNALS, priority
 from policies.retention import best, equal_capacity, ids_of, missed_of, nobody_resident, with_transfers
 from tracer.schema import ForwardKind, ModelShape, Pass
@@ -137,8 +138,7 @@ class Params(NamedTuple):
     average_missed: bool
     readings: Readings
     kept_tokens: int  # of conf_mode=end_iter, else 0
-    ema: float
-    window: bool
+    ema: float  # 0: the mean of the last forwards
     c_min: int
     resize_every: int
     lazy: bool
@@ -154,7 +154,7 @@ class State(NamedTuple):
     average: NDArray[np.float64]  # [2] tokens, experts
     seen: NDArray[np.int64]  # [2, L] activated experts and hits of this forward
     smoothed: NDArray[np.float64]  # [2, L] activation ratio and utilization
-    window: NDArray[np.float64]  # [5, 2, L] the same, of the last forwards
+    history: NDArray[np.float64]  # [5, 2, L] the same, of the last forwards
     counts: NDArray[np.int64]  # [2] forwards in the statistics, decode forwards
     target: NDArray[np.int64]  # [L] slots that each layer is to have
     kept_ids: NDArray[np.int64]  # [L, N, K] routing of this forward, for conf_mode=end_iter
@@ -181,7 +181,7 @@ def init(params: Params, shape: ModelShape, slots: int) -> tuple[State, NDArray[
         average=np.array([params.average_tokens, params.average_experts]),
         seen=np.zeros((2, num_layers), np.int64),
         smoothed=np.zeros((2, num_layers)),
-        window=np.zeros((WINDOW, 2, num_layers)),
+        history=np.zeros((WINDOW, 2, num_layers)),
         counts=np.zeros(2, np.int64),
         target=capacity.copy(),
         kept_ids=np.zeros((num_layers, params.kept_tokens, shape.top_k), np.int64),
@@ -205,7 +205,7 @@ def decide(params, state, step, view):
     state.seen[0, layer], state.seen[1, layer] = num_activated, num_activated - num_missed
     keys, recency = state.keys[layer], state.recency[layer]
     if params.signal == ORDER:
-        lru.touch(params.lru_order, state.recency, state.clock, step, resident)
+        touch(params.lru_order, state.recency, state.clock, step, resident)
     elif params.recent_ties:
         for expert in range(load.size):
             if load[expert] > 0:
@@ -214,21 +214,24 @@ def decide(params, state, step, view):
     if params.signal == ORDER and not params.coop:
         transfers, on_cpu = ids_of(missed), np.empty(0, np.int64)
     else:
-        confidence = _confidence(params, step)
-        expected = priority(step.expert_ids, step.gates, confidence, CONFIDENCE, load.size)
-        if params.signal == CONFIDENCE:
-            keys[:] = expected
-        elif params.signal != ORDER:
-            keys[:] = priority(step.expert_ids, step.gates, confidence, params.signal, load.size)
+        confidence = confidence_at(params.readings, step)
+        reuse = priority(step.expert_ids, step.gates, confidence, CONFIDENCE, load.size)
+        if params.signal != ORDER:
+            ranked = reuse
+            if params.signal != CONFIDENCE:
+                ranked = priority(step.expert_ids, step.gates, confidence, params.signal, load.size)
+            for expert in range(load.size):
+                keys[expert] = ranked[expert]
         if params.coop and step.kind != _PREFILL:
             nbar = state.average[0] / state.average[1]
-            transfers, on_cpu = split_at(params.dispatch, nbar, expected, load, missed, num_activated, view.estimates)
+            transfers, on_cpu = split_at(params.dispatch, nbar, reuse, load, missed, num_activated, view.estimates)
             if params.average_online:
-                _average(params, state, load, missed)
+                for expert in range(load.size):
+                    if missed[expert] or (load[expert] > 0 and not params.average_missed):
+                        state.average[0] += load[expert]
+                        state.average[1] += 1.0
         else:
-            transfers, on_cpu = by_priority(missed, expected), np.empty(0, np.int64)
-    if params.kept_tokens > 0 and step.kind != _PREFILL:
-        _keep_routing(params, state, step)
+            transfers, on_cpu = by_priority(missed, reuse), np.empty(0, np.int64)
     capacity = min(view.capacity[layer], state.target[layer])
     return plain_plan(transfers, on_cpu, best(with_transfers(resident, transfers), capacity, keys, recency))
 
@@ -243,35 +246,6 @@ def _count(load, missed):
 
 
 @jit
-def _confidence(params, step):
-    if params.readings.offsets.size == 1:
-        return step.confidence.copy()
-    if step.forward + 1 >= params.readings.offsets.size:
-        raise PolicyError("oled was built with the confidences of a shorter trace than it runs on")
-    start, end = params.readings.offsets[step.forward], params.readings.offsets[step.forward + 1]
-    if end - start != step.confidence.size:
-        raise PolicyError("oled was built with the confidences of another trace than it runs on")
-    return params.readings.values[start:end].copy()
-
-
-@jit
-def _average(params, state, load, missed):
-    for expert in range(load.size):
-        if missed[expert] or (load[expert] > 0 and not params.average_missed):
-            state.average[0] += load[expert]
-            state.average[1] += 1
-
-
-@jit
-def _keep_routing(params, state, step):
-    num_tokens = step.expert_ids.shape[0]
-    if num_tokens > params.kept_tokens:
-        raise PolicyError("a forward has more tokens than end_iter_tokens")
-    state.kept_ids[step.layer, :num_tokens] = step.expert_ids
-    state.kept_gates[step.layer, :num_tokens] = step.gates
-
-
-@jit
 def boundary(params, state, end, view):
     """Divide the slots anew after every `resize_every` decode forwards; layers that shrink lose their last by priority.
 
@@ -279,61 +253,65 @@ def boundary(params, state, end, view):
 
     Source: OLED-MoE, section 4.3.
     """
+    num_layers, num_experts = view.resident.shape
     capacity = state.target.copy()
-    evictions = np.zeros(view.resident.shape, np.bool_)
-    if not params.layer_adapt:
-        return capacity, evictions
+    evictions = np.zeros((num_layers, num_experts), np.bool_)
     is_decode = end.kind != _PREFILL
-    if is_decode or params.prefill_updates:
-        _smooth(params, state, view)
-    if not is_decode:
+    if params.layer_adapt and (is_decode or params.prefill_updates):
+        newest = np.empty((2, num_layers), np.float64)
+        for layer in range(num_layers):
+            newest[0, layer] = state.seen[0, layer] / num_experts
+            newest[1, layer] = state.seen[1, layer] / view.capacity[layer]
+        smooth(newest, state.history, state.smoothed, state.counts[0], params.ema)
+        state.counts[0] += 1
+        state.counts[1] += is_decode
+    if not (params.layer_adapt and is_decode and state.counts[1] % params.resize_every == 0):
         return capacity, evictions
-    state.counts[1] += 1
-    if state.counts[1] % params.resize_every != 0:
-        return capacity, evictions
-    weights = state.smoothed[0] * state.smoothed[1]
-    if weights.max() > 0.0:
-        state.target[:] = apportion(weights, capacity.sum(), params.c_min, view.resident.shape[1])
+
+    weights = np.empty(num_layers, np.float64)
+    weighted = False
+    for layer in range(num_layers):
+        weights[layer] = state.smoothed[0, layer] * state.smoothed[1, layer]
+        weighted |= weights[layer] > 0.0
+    if weighted:
+        target = apportion(weights, capacity.sum(), params.c_min, num_experts)
+        for layer in range(num_layers):
+            state.target[layer] = target[layer]
     if params.lazy:
         return capacity, evictions
-    for layer in range(capacity.size):
-        resident = view.resident[layer]
-        if resident.sum() > state.target[layer]:
-            if params.kept_tokens > 0:
-                _rank_anew(params, state, end, layer)
+    for layer in range(num_layers):
+        if state.target[layer] < capacity[layer]:
+            resident = view.resident[layer].copy()
             stays = best(resident, state.target[layer], state.keys[layer], state.recency[layer])
-            for expert in range(resident.size):
+            for expert in range(num_experts):
                 evictions[layer, expert] = resident[expert] and not stays[expert]
     return state.target.copy(), evictions
 
 
 @jit
-def _smooth(params, state, view):
-    num_seen = state.counts[0]
-    place = num_seen % WINDOW
-    for layer in range(view.resident.shape[0]):
-        state.window[place, 0, layer] = state.seen[0, layer] / view.resident.shape[1]
-        state.window[place, 1, layer] = state.seen[1, layer] / view.capacity[layer]
-        for which in range(2):
-            if params.window:
-                held = min(num_seen + 1, WINDOW)
-                state.smoothed[which, layer] = state.window[:held, which, layer].sum() / held
-            elif num_seen == 0:
-                state.smoothed[which, layer] = state.window[place, which, layer]
-            else:
-                before = state.smoothed[which, layer]
-                state.smoothed[which, layer] = (
-                    params.ema * state.window[place, which, layer] + (1 - params.ema) * before
-                )
-    state.counts[0] += 1
+def decide_and_keep(params, state, step, view):
+    """`decide`, and keep the layer's routing until the end of the forward."""
+    num_tokens, top_k = step.expert_ids.shape
+    if num_tokens > state.kept_ids.shape[1] and step.kind != _PREFILL:
+        raise PolicyError("a forward has more tokens than end_iter_tokens allows")
+    for token in range(min(num_tokens, state.kept_ids.shape[1])):
+        for k in range(top_k):
+            state.kept_ids[step.layer, token, k] = step.expert_ids[token, k]
+            state.kept_gates[step.layer, token, k] = step.gates[token, k]
+    return decide(params, state, step, view)
 
 
 @jit
-def _rank_anew(params, state, end, layer):
-    if params.signal == CONFIDENCE:
-        num_tokens, num_experts = end.confidence.size, state.keys.shape[1]
-        ids, gates = state.kept_ids[layer, :num_tokens], state.kept_gates[layer, :num_tokens]
-        state.keys[layer] = priority(ids, gates, end.confidence, CONFIDENCE, num_experts)
+def boundary_anew(params, state, end, view):
+    """`boundary`, with what is resident ranked anew by the confidences that the forward has left."""
+    if params.signal == CONFIDENCE and end.kind != _PREFILL:
+        num_tokens = end.confidence.size
+        for layer in range(state.keys.shape[0]):
+            ids, gates = state.kept_ids[layer, :num_tokens], state.kept_gates[layer, :num_tokens]
+            ranked = priority(ids, gates, end.confidence, CONFIDENCE, state.keys.shape[1])
+            for expert in range(ranked.size):
+                state.keys[layer, expert] = ranked[expert]
+    return boundary(params, state, end, view)
 
 
 def missed_load(calibration: Iterable[Pass], shape: ModelShape, slots: int) -> tuple[int, int]:
@@ -375,6 +353,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
             decoded=knobs.conf_decoded,
             flip_scale=knobs.conf_flip_scale,
         )
+    keeps = knobs.conf_mode == "end_iter"
     params = Params(
         signal=SIGNALS.index(knobs.priority_signal) if knobs.priority else ORDER,
         lru_order=lru.ORDERS.index(knobs.lru_order),
@@ -387,9 +366,8 @@ def build(knobs: Knobs, context: Context) -> Policy:
         average_online=knobs.nbar_online,
         average_missed=knobs.nbar == "missed",
         readings=readings,
-        kept_tokens=knobs.end_iter_tokens if knobs.conf_mode == "end_iter" else 0,
-        ema=float(knobs.ema),
-        window=knobs.smooth == "window5",
+        kept_tokens=knobs.end_iter_tokens if keeps else 0,
+        ema=float(knobs.ema) if knobs.smooth == "ema" else 0.0,
         c_min=c_min,
         resize_every=knobs.resize_every,
         lazy=knobs.resize == "lazy",
@@ -403,14 +381,14 @@ def build(knobs: Knobs, context: Context) -> Policy:
     warnings = []
     if knobs.conf_mode == "same_iter_oracle":
         warnings.append("conf_mode=same_iter_oracle ranks by confidences that no running system has at its gates")
-    if knobs.conf_mode == "end_iter" and not (knobs.layer_adapt and knobs.resize == "boundary"):
+    if keeps and not (knobs.layer_adapt and knobs.resize == "boundary"):
         warnings.append("conf_mode=end_iter decides as lag1 does: no layer shrinks after a forward")
     return Policy(
         "oled",
         params,
         init_missed if knobs.coop and knobs.nbar == "missed" else init,
-        decide,
-        boundary,
+        decide_and_keep if keeps else decide,
+        boundary_anew if keeps else boundary,
         misses="oled" if knobs.coop else "h2d",
         reads_estimates=knobs.coop,
         clairvoyant=knobs.reads_trace,
