@@ -63,4 +63,4 @@ def policy_module(name: str) -> ModuleType:
 
 def _closest(word: str, allowed: list[str]) -> str:
     close = get_close_matches(word, allowed, 1, 0.0)
-    return f", did you mean {close[0]}?" if close else ""
+    return f" (closest: {close[0]})" if close else ""

@@ -1,0 +1,237 @@
+"""What every policy must keep to, on traces of every form: one list of policies, and new ones join it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import ESTIMATES, answers, built, hits_per_execution, run, sets_of
+from strategies import change, random_passes, traces
+
+from policies.driver import drive
+from policies.lru import ORDERS
+from policies.registry import POLICIES
+
+OFF = {"priority": False, "layer_adapt": False, "coop": False}
+VARIANTS = [
+    ("full", {}),
+    ("ondemand", {}),
+    *(("lru", {"lru_order": order}) for order in ORDERS),
+    ("lru", {"misses": "oled"}),
+    ("lru", {"misses": "oled", "lru_order": "gate"}),
+    ("lfu", {}),
+    ("lfu", {"lfu_inc": "load"}),
+    ("lfu", {"misses": "oled"}),
+    ("prev_set", {}),
+    ("oled", {}),
+    ("oled", OFF),
+    *(("oled", {**OFF, part: True}) for part in OFF),
+    *(("oled", {"priority_signal": signal}) for signal in ("order", "load", "gate")),
+    ("oled", {"conf_mode": "end_iter", "resize_every": 2}),
+    ("oled", {"resize": "lazy", "resize_every": 1}),
+    ("oled", {"smooth": "window5", "allow_move": True, "drift": 2}),
+    ("ideal_free", {"misses": "h2d"}),
+    ("ideal_free", {}),
+    ("ideal_min", {"misses": "h2d"}),
+    ("ideal_min", {}),
+]
+each_policy = pytest.mark.parametrize(
+    ("name", "knobs"),
+    VARIANTS,
+    ids=[" ".join([name, *(f"{k}={v}" for k, v in knobs.items())]) for name, knobs in VARIANTS],
+)
+
+
+def draw_capacity(data, shape, name):
+    # layer_adapt needs what one token activates in every layer
+    return data.draw(st.integers(shape.top_k if name == "oled" else 1, shape.num_experts), label="slots per layer")
+
+
+def decided(policy, shape, passes, capacity):
+    return list(drive(policy, passes, shape, capacity * shape.num_layers, ESTIMATES))
+
+
+def arrays_of(pass_):
+    return {key: value for key, value in vars(pass_).items() if isinstance(value, np.ndarray)}
+
+
+def test_the_list_has_every_registered_policy():
+    assert {name for name, _ in VARIANTS} == set(POLICIES)
+
+
+@each_policy
+@settings(max_examples=12)
+@given(traces(), st.data())
+def test_plans_are_accepted_and_add_up(name, knobs, trace, data):
+    shape, passes = trace
+    before = [{key: array.copy() for key, array in arrays_of(pass_).items()} for pass_ in passes]
+    policy = built(name, knobs, shape, passes)
+    capacity = draw_capacity(data, shape, name)
+    decisions = decided(policy, shape, passes, capacity)
+    assert answers(decisions) == answers(decided(policy, shape, passes, capacity))
+    assert len(decisions) == len(passes) * shape.num_layers
+    for decision in decisions:
+        step, plan = decision.step, decision.plan
+        served = [*decision.hits.tolist(), *plan.transfers.tolist(), *plan.on_cpu.tolist()]
+        assert sorted(served) == np.flatnonzero(step.load).tolist()
+        assert max(decision.resident.sum(), plan.retained.sum()) <= decision.capacity
+        assert plan.on_cpu.tolist() == sorted(plan.on_cpu.tolist())
+        if policy.misses == "h2d":
+            assert len(plan.on_cpu) == 0
+    if policy.sized:
+        for forward in range(len(passes)):
+            of_forward = decisions[forward * shape.num_layers : (forward + 1) * shape.num_layers]
+            assert sum(decision.capacity for decision in of_forward) == capacity * shape.num_layers
+    for pass_, copies in zip(passes, before, strict=True):
+        for key, array in arrays_of(pass_).items():
+            assert np.array_equal(array, copies[key], equal_nan=array.dtype.kind == "f")
+    # one compilation serves every trace, since all arrays are of one kind
+    for function in filter(None, (policy.decide, policy.boundary, policy.place)):
+        assert len(function.signatures) == 1
+
+
+@each_policy
+@settings(max_examples=12)
+@given(traces(), st.data())
+def test_nothing_is_known_of_what_comes_after_a_gate(name, knobs, trace, data):
+    shape, passes = trace
+    policy = built(name, knobs, shape, passes)
+    if policy.clairvoyant:
+        return
+    capacity = draw_capacity(data, shape, name)
+    forward = data.draw(st.integers(0, len(passes) - 1), label="forward")
+    layer = data.draw(st.integers(0, shape.num_layers - 1), label="layer")
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), label="seed"))
+    other = passes[:forward]
+    for index, pass_ in enumerate(passes[forward:]):
+        ids, gates = pass_.expert_ids.copy(), pass_.gates.copy()
+        changed = slice(layer + 1 if index == 0 else 0, None)
+        drawn = rng.permuted(
+            np.broadcast_to(np.arange(shape.num_experts), (*ids.shape[:2], shape.num_experts)), axis=-1
+        )
+        ids[changed] = np.sort(drawn[..., : shape.top_k])[changed]
+        gates[changed] = rng.dirichlet(np.ones(shape.top_k), ids.shape[:2])[changed]
+        size = pass_.positions.size
+        other.append(
+            change(
+                pass_,
+                expert_ids=ids,
+                gates=gates,
+                p_argmax=rng.random(size),
+                p_current=rng.random(size),
+                argmax_ids=rng.integers(0, 9, size),
+                accepted=rng.random(size) < 0.5,
+                edited=rng.random(size) < 0.5,
+                num_accepted=rng.integers(0, 9, pass_.requests.size),
+            )
+        )
+    known = forward * shape.num_layers + layer + 1
+    assert (
+        answers(decided(policy, shape, other, capacity))[:known]
+        == answers(decided(policy, shape, passes, capacity))[:known]
+    )
+
+
+def test_confidence_acts_one_forward_later():
+    rng = np.random.default_rng(6)
+    shape, passes = random_passes(rng, num_requests=1, block_length=8, accept_ratio=0.0, prompt_length=0)
+    policy = built("oled", {}, shape, passes)
+    usual = answers(decided(policy, shape, passes, 5))
+    for forward in (1, 4):
+        size = passes[forward].positions.size
+        unsure = [*passes]
+        unsure[forward] = change(passes[forward], p_argmax=rng.random(size) ** 4, p_current=rng.random(size) ** 4)
+        found = answers(decided(policy, shape, unsure, 5))
+        known = (forward + 1) * shape.num_layers
+        assert found[:known] == usual[:known]
+        assert found[known : known + shape.num_layers] != usual[known : known + shape.num_layers]
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        (n, k)
+        for n, k in VARIANTS
+        if n in ("lru", "lfu", "oled", "ideal_min") and k.get("misses", n) in ("lru", "lfu", "h2d")
+    ]
+    + [("oled", {"coop": False}), ("oled", OFF)],
+)
+def test_with_a_slot_for_every_expert_only_first_touches_miss(name, knobs):
+    shape, passes = random_passes(np.random.default_rng(11), batch=2)
+    missed = sum(len(decision.plan.transfers) for decision in run(name, knobs, shape, passes, shape.num_experts))
+    assert missed == sum(len(set().union(*sets_of(passes, layer))) for layer in range(shape.num_layers))
+
+
+def renamed(passes, names):
+    """The same passes with the experts of every layer renamed, `names` [L, E]."""
+    layers = np.arange(names.shape[0])[:, None, None]
+    return [change(pass_, expert_ids=names[layers, pass_.expert_ids]) for pass_ in passes]
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("ondemand", {}),
+        ("lru", {"lru_order": "gate"}),
+        ("lru", {"lru_order": "gate", "misses": "oled"}),
+        ("lfu", {"lru_order": "gate"}),
+        ("lfu", {"lru_order": "gate", "misses": "oled"}),
+        ("prev_set", {"lru_order": "gate"}),
+        ("oled", {}),
+        ("oled", {**OFF, "lru_order": "gate"}),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_renaming_experts_renames_the_plans_where_nothing_ties(name, knobs, seed):
+    rng = np.random.default_rng(seed)
+    shape, passes = random_passes(rng, num_experts=12, top_k=3)
+    names = rng.permuted(np.tile(np.arange(12), (shape.num_layers, 1)), axis=1)
+    usual, other = run(name, knobs, shape, passes, 5), run(name, knobs, shape, renamed(passes, names), 5)
+    for one, two in zip(usual, other, strict=True):
+        new = names[one.step.layer]
+        assert set(new[one.hits]) == set(two.hits)
+        assert set(new[one.plan.transfers]) == set(two.plan.transfers)
+        assert set(new[one.plan.on_cpu]) == set(two.plan.on_cpu)
+        assert set(new[np.flatnonzero(one.plan.retained)]) == set(np.flatnonzero(two.plan.retained))
+
+
+@pytest.mark.parametrize("name", ["ideal_min", "ideal_free"])
+def test_renaming_experts_leaves_the_hits_of_bounds(name):
+    rng = np.random.default_rng(9)
+    shape, passes = random_passes(rng)
+    names = rng.permuted(np.tile(np.arange(16), (shape.num_layers, 1)), axis=1)
+    usual, other = (
+        sum(hits_per_execution(run(name, {"misses": "h2d"}, shape, trace, 5)))
+        for trace in (passes, renamed(passes, names))
+    )
+    assert usual == other
+
+
+@given(traces(), st.data())
+@settings(max_examples=30)
+def test_signals_of_priority_agree_where_they_say_the_same(trace, data):
+    shape, passes = trace
+    capacity = data.draw(st.integers(1, shape.num_experts))
+    sure = [change(p, p_argmax=np.ones_like(p.p_argmax), p_current=np.ones_like(p.p_current)) for p in passes]
+    even = [change(p, gates=np.full(p.gates.shape, 1 / shape.top_k)) for p in sure]
+    alone = {**OFF, "priority": True}
+
+    def answer(signal, passes):
+        return answers(run("oled", {**alone, "priority_signal": signal}, shape, passes, capacity))
+
+    assert answer("order", passes) == answers(run("lru", {}, shape, passes, capacity))
+    assert answer("confidence", sure) == answer("gate", sure)
+    assert answer("gate", even) == answer("load", even)
+
+
+def test_decisions_that_read_no_estimates_hold_for_any():
+    shape, passes = random_passes(np.random.default_rng(13))
+    slow = ESTIMATES._replace(h2d_ns=9_000, cpu_b0_ns=1)
+    for name, knobs in VARIANTS:
+        policy = built(name, knobs, shape, passes)
+        decisions = [
+            answers(drive(policy, passes, shape, 6 * shape.num_layers, estimates)) for estimates in (ESTIMATES, slow)
+        ]
+        if not policy.reads_estimates:
+            assert decisions[0] == decisions[1]
+        elif policy.misses == "oled":
+            assert decisions[0] != decisions[1]
