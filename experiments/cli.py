@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -71,6 +71,7 @@ def hydra_command(
     try:
         _run(program, config_name, run, finish)
     except KeyboardInterrupt:
+        Directories.tidy()
         kept = f"; finished cells are kept in {Directories.sweep}" if Directories.sweep else ""
         print(f"{program}: interrupted{kept}", file=sys.stderr)
         raise SystemExit(130) from None
@@ -94,7 +95,8 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be read; must be key=value, with quotes around values that hold any of (){{}}[],=: or blanks"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and isinstance(cause.parent_node, DictConfig):
-        return f"{cause.full_key}: no such key; {_choices(str(cause.key), map(str, cause.parent_node))}"
+        keys = [str(key) for key in cause.parent_node if key != "hydra"]
+        return f"{cause.full_key}: no such key; {_choices(str(cause.key), keys)}"
     if isinstance(cause, MissingMandatoryValue):
         return f"{cause.full_key}: must be given as {cause.full_key}=VALUE"
     if isinstance(cause, OmegaConfBaseException):
@@ -106,11 +108,10 @@ def explain(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _choices(name: str, allowed: Iterable[str]) -> str:
-    names = list(allowed)
-    close = difflib.get_close_matches(name, names, 1)
+def _choices(name: str, allowed: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, allowed, 1)
     hint = f"did you mean {close[0]}? " if close else ""
-    return f"{hint}allowed: {', '.join(names) or 'none'}"
+    return f"{hint}allowed: {', '.join(allowed) or 'none'}"
 
 
 def _run(
@@ -213,40 +214,47 @@ def _report_failures(program: str, sweep: Path) -> None:
 
 
 class Directories(Callback):
-    """Remembers where Hydra writes, so that a run that failed leaves nothing behind.
+    """Remembers where Hydra writes, so that a command that failed leaves nothing behind.
 
     Hydra makes the instance from `hydra.callbacks`; what it saw is kept in the class.
     """
 
-    run: ClassVar[Path | None] = None
     sweep: ClassVar[Path | None] = None
-    created: ClassVar[list[Path]] = []
+    created: ClassVar[list[Path]] = []  # directories that were not there before
+    written: ClassVar[list[Path]] = []  # what Hydra writes before any work is done
 
     @classmethod
     def clear(cls) -> None:
         """Forget what an earlier command did."""
-        cls.run, cls.sweep, cls.created = None, None, []
-
-    @classmethod
-    def _note(cls, directory: Path) -> Path:
-        cls.created = [path for path in (directory, *directory.parents) if not path.exists()]
-        return directory
+        cls.sweep, cls.created, cls.written = None, [], []
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Hydra's hook before a single run."""
-        Directories.run = self._note(Path(config.hydra.run.dir).absolute())
+        directory = Path(config.hydra.run.dir).absolute()
+        self._note(directory)
+        if config.hydra.output_subdir is not None:
+            self.written.append(directory / config.hydra.output_subdir)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Hydra's hook before a multirun."""
-        Directories.sweep = self._note(Path(config.hydra.sweep.dir).absolute())
+        Directories.sweep = Path(config.hydra.sweep.dir).absolute()
+        self._note(Directories.sweep)
+
+    @classmethod
+    def _note(cls, directory: Path) -> None:
+        cls.created = [path for path in (directory, *directory.parents) if not path.exists()]
 
     @classmethod
     def tidy(cls) -> None:
         """Remove Hydra's own files of a command that failed, and the directories that were made for them."""
-        if cls.run is not None:
-            shutil.rmtree(cls.run / ".hydra", ignore_errors=True)
-        if cls.sweep is not None:
-            (cls.sweep / "multirun.yaml").unlink(missing_ok=True)
+        for path in cls.written:
+            shutil.rmtree(path, ignore_errors=True)
+        if (
+            cls.sweep is not None
+            and cls.sweep in cls.created
+            and [path.name for path in cls.sweep.glob("*")] == ["multirun.yaml"]
+        ):
+            (cls.sweep / "multirun.yaml").unlink()  # no cell was begun
         for path in cls.created:
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()

@@ -11,6 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from experiments.cli import ConfigError
 from experiments.profiles import load_profile, profile_from_dict, shape_from_dict
 from policies.profile import HardwareProfile
 from policies.registry import POLICIES
@@ -68,6 +69,23 @@ def register() -> None:
     store.store(group="shape", name="trace", node={})
     for name, module in POLICIES.items():
         store.store(group="policy", name=name, node=_policy_class(name, module.Knobs))
+
+
+def refuse_unknown(config: DictConfig) -> None:
+    """Refuse keys that were added with + and that nothing reads; knobs and profiles are checked where they are used.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for group, node, schema in (
+        ("", config, Simulate),
+        ("cache.", config.cache, Cache),
+        ("output.", config.output, Output),
+    ):
+        allowed = [entry.name for entry in fields(schema)]
+        for key in node:
+            if key not in allowed:
+                raise ConfigError(f"{group}{key}: no such key; allowed: {', '.join(allowed)}")
 
 
 def policy_of(config: DictConfig) -> tuple[str, dict[str, Any]]:

@@ -28,6 +28,7 @@ def main() -> None:
 
 def run(config: DictConfig) -> None:
     """Run one configuration and write its files; print its table, unless it is a cell of a multirun."""
+    schema.refuse_unknown(config)
     settings = HydraConfig.get()
     overrides = list(settings.overrides.task)
     directory = Path(settings.runtime.output_dir)

@@ -119,8 +119,10 @@ def _value(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> Any
     """What a cell's configuration holds at a dotted key; of a config group the option that was chosen."""
     value: Any = config
     for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return given.get(key) if isinstance(value, (Mapping, list)) or value is None else value
+        if not isinstance(value, Mapping) or part not in value:
+            return given.get(key)
+        value = value[part]
+    return given.get(key) if isinstance(value, (Mapping, list)) else value
 
 
 def _one_type(values: list[Any]) -> list[Any]:

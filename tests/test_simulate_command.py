@@ -1,0 +1,250 @@
+"""`oled-simulate` on small traces, as its users call it."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from commands import command
+from strategies import metadata_for, random_passes
+
+from experiments.profiles import load_profile, profile_hash
+from experiments.run import COLUMNS
+from experiments.simulate import main
+from tracer.store import TraceWriter
+
+FILES = {"summary.json", "result.parquet", "decisions.parquet", "manifest.json"}
+
+
+def write_trace(path):
+    shape, passes = random_passes(np.random.default_rng(3), num_experts=16, num_requests=3)
+    with TraceWriter(path, metadata_for(shape)) as writer:
+        for item in passes:
+            writer.write(item)
+
+
+@pytest.fixture(scope="session")
+def trace(tmp_path_factory):
+    path = tmp_path_factory.mktemp("traces") / "small.trace"
+    write_trace(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def simulate(trace, *arguments):
+    """Run the command into ./out and give back its summary, manifest and what it printed."""
+    finished = command(main, f"trace={trace}", "output.dir=out", "cache.slots_per_layer=6", *arguments)
+    assert finished.code == 0, finished.err
+    summary, manifest = (json.loads((Path("out") / name).read_text()) for name in ("summary.json", "manifest.json"))
+    return summary, manifest, finished.out
+
+
+def test_a_run_writes_four_files_and_prints_a_table(trace):
+    summary, manifest, out = simulate(trace, "policy=lru")
+    assert {path.name for path in Path("out").iterdir()} == FILES | {".hydra"}
+    assert tuple(summary)[: len(COLUMNS)] == COLUMNS
+    assert summary["policy"] == "lru"
+    assert summary["slots_per_layer"] == 6
+    assert summary["source"] == "synthetic:tests"
+    assert manifest["config"]["cache"] == {"slots_per_layer": 6}
+    assert manifest["config"]["overrides"][-1] == "policy=lru"
+    caption, table = out.split("\n\n")
+    assert "trace small; source synthetic:tests; hardware rtx5090" in caption
+    assert "never validated on this GPU" in caption
+    assert table.splitlines()[-1].split()[:2] == ["lru", "6"]
+    assert table.splitlines()[-1].split()[-1] == summary["decision_hash"][:8]
+    assert max(map(len, out.splitlines())) <= 110
+
+
+def test_nothing_given_but_a_trace_is_oled_on_40_slots(trace):
+    code, _, err = command(main, f"trace={trace}")
+    assert code == 2
+    assert err == (
+        "oled-simulate: error: cache.slots_per_layer is 40, must be 1 to 16, the experts of a layer of this trace\n"
+    )
+
+
+def test_knobs_are_keys_of_the_policy(trace):
+    summary, manifest, out = simulate(trace, "policy=lru", "policy.lru_order=id", "policy.misses=oled")
+    assert summary["variant"] == "lru_order=id, misses=oled"
+    assert summary["misses"] == "oled"
+    assert manifest["policy"]["variant"] == summary["variant"]
+    assert "[1] lru_order=id, misses=oled" in out
+
+
+def test_the_command_uses_the_same_profile_as_the_api(trace):
+    _, manifest, _ = simulate(trace, "policy=full", "hardware=h200", "shape=llada2.0-mini")
+    assert manifest["profile"]["hash"] == profile_hash(load_profile("h200"))
+
+
+def test_single_keys_of_a_machine_can_be_set(trace):
+    slow, manifest, _ = simulate(
+        trace, "policy=ondemand", "hardware.h2d_bytes_per_s=1e6", "hardware.h2d_slowdown=1.5", "hardware.date=today"
+    )
+    assert manifest["profile"]["h2d_bytes_per_s"] == 1e6
+    assert manifest["profile"]["h2d_slowdown"] == 1.5
+    fast, _, _ = simulate(trace, "policy=ondemand")
+    assert fast["tpot_ms"] < slow["tpot_ms"]
+    assert fast["decision_hash"] == slow["decision_hash"]
+
+
+def test_a_machine_of_ones_own(trace):
+    mine = "name: mine\nprovenance: measured\nmachine: a box\ndate: 2026-01-01\nh2d_latency_ns: 1000\n"
+    mine += "h2d_bytes_per_s: 12e9\ncpu_workers: 4\nroofline: {gpu_bytes_per_s: 1e12, gpu_flops_per_s: 1e14, "
+    mine += "cpu_bytes_per_s: 1e11, cpu_flops_per_s: 1e12, kernel_ns: 4000}\n"
+    Path("mine.yaml").write_text(mine)
+    summary, manifest, out = simulate(
+        trace, "policy=full", "hardware.path=mine.yaml", "hardware.cpu_workers=8", "hardware.roofline.kernel_ns=5000"
+    )
+    assert summary["hardware"] == "mine"
+    assert "never validated" not in out
+    profile = manifest["profile"]
+    assert (profile["h2d_bytes_per_s"], profile["cpu_workers"], profile["roofline"]["kernel_ns"]) == (12e9, 8, 5000)
+    assert profile["gate_sync_ns"] == 0  # the file's default, not that of the group's choice
+
+
+def test_costs_of_another_models_sizes(trace):
+    small, _, _ = simulate(trace, "policy=lru")
+    mini, _, out = simulate(trace, "policy=lru", "shape=llada2.0-mini")
+    half, _, _ = simulate(trace, "policy=lru", "shape=llada2.0-mini", "expert_dtype=fp8")
+    assert mini["decision_hash"] == small["decision_hash"]
+    assert mini["h2d_bytes"] / small["h2d_bytes"] == (2048 * 512) / (8 * 4)
+    assert mini["h2d_bytes"] == 2 * half["h2d_bytes"]
+    assert "experts of 2048 x 512, 6.29 MB" in " ".join(out.split())
+
+
+def test_one_row_for_each_layer_on_request(trace):
+    simulate(trace, "policy=lru")
+    forwards = pl.read_parquet("out/result.parquet")
+    simulate(trace, "policy=lru", "output.per_layer=true")
+    assert pl.read_parquet("out/result.parquet").height == 3 * forwards.height
+
+
+def test_more_staging_than_the_default(trace):
+    default, manifest, _ = simulate(trace, "policy=lru")
+    more, _, _ = simulate(trace, "policy=lru", "staging_slots=16")
+    assert more["gpu_expert_bytes"] - default["gpu_expert_bytes"] == 8 * default["expert_bytes"]
+    assert manifest["config"]["staging_slots"] is None
+
+
+def refused(*arguments):
+    """The one line of an error; nothing may have been written."""
+    before = set(Path().rglob("*"))
+    code, out, err = command(main, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("oled-simulate: error: ")
+    assert err.count("\n") == 1
+    assert set(Path().rglob("*")) == before
+    return err
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("cache.slots_per_layer=0", ["cache.slots_per_layer is 0", "1 to 16"]),
+        ("cache.slots_per_layer=17", ["cache.slots_per_layer is 17", "1 to 16"]),
+        ("cache.slot_per_layer=8", ["cache.slot_per_layer", "did you mean slots_per_layer?"]),
+        ("policy=lruu", ["policy=lruu", "did you mean lru?", "full, ideal_free, ideal_min, lfu, lru, oled, ondemand"]),
+        ("policy.lru_ordr=id", ["policy.lru_ordr", "did you mean lru_order?", "misses"]),
+        ("policy.lru_order=idd", ["lru_order 'idd'", "hits_first, misses_first, id, gate"]),
+        ("+policy.nothing=1", ["nothing", "lru_order"]),
+        ("hardware=rtx509", ["hardware=rtx509", "did you mean rtx5090?", "h200"]),
+        ("hardware.h2d_bytes_per_s=-1", ["rtx5090", "h2d_bytes_per_s", "-1", "above 0"]),
+        ("hardware.h2d_bytes_per_s=fast", ["h2d_bytes_per_s", "'fast'", "a number"]),
+        ("hardware.h2d_byte_per_s=1e9", ["hardware.h2d_byte_per_s", "did you mean h2d_bytes_per_s?"]),
+        ("hardware.path=none.yaml", ["none.yaml", "No such file"]),
+        ("hardware.path=nowhere", ["nowhere", "rtx5090", ".yaml"]),
+        ("shape=llada", ["shape=llada", "llada2.0-mini"]),
+        ("shape.hidden=4", ["shape.hidden", "allowed: none"]),
+        ("expert_dtype=bf17", ["expert_dtype", "'bf17'", "bfloat16"]),
+        ("warmup_requests=3", ["warmup_requests is 3", "0 to 2"]),
+        ("warmup_requests=-1", ["warmup_requests is -1", "0 to 2"]),
+        ("staging_slots=1", ["staging_slots is 1", "at least 4"]),
+        ("trace=other", ["other", "shipped"]),
+        ("+foo=1", ["foo", "warmup_requests"]),
+        ("+cache.gb=1", ["cache.gb", "slots_per_layer"]),
+    ],
+)
+def test_bad_input_is_one_line(trace, argument, words):
+    err = refused(f"trace={trace}", "policy=lru", "cache.slots_per_layer=8", argument)
+    assert [word for word in words if word not in err] == [], err
+
+
+def test_a_trace_must_be_named():
+    assert refused("policy=lru") == "oled-simulate: error: trace: must be given as trace=VALUE\n"
+
+
+def cut(path):
+    table = path / "routing.parquet"
+    table.write_bytes(table.read_bytes()[: table.stat().st_size // 2])
+
+
+def rewrite(path, change_group):
+    """Pass every row group of the routing table through a function."""
+    file = pq.ParquetFile(path / "routing.parquet")
+    groups = [change_group(file.read_row_group(i)) for i in range(file.num_row_groups)]
+    with pq.ParquetWriter(path / "routing.parquet", file.schema_arrow) as writer:
+        for group in groups:
+            writer.write_table(group)
+        writer.add_key_value_metadata(file.metadata.metadata)
+
+
+def lose_layer(path):
+    rewrite(path, lambda group: group.filter(pc.not_equal(group["layer"], 1)))
+
+
+def poison(path, name, value):
+    def change_group(group):
+        column = group[name].combine_chunks()
+        values = column.flatten().to_numpy(zero_copy_only=False).copy()
+        values[7] = value
+        lists = pa.FixedSizeListArray.from_arrays(pa.array(values), type=column.type)
+        return group.set_column(group.column_names.index(name), group.schema.field(name), lists)
+
+    rewrite(path, change_group)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut, ["routing.parquet"]),
+        (lose_layer, ["layer 1", "request 0"]),
+        (partial(poison, name="expert_ids", value=999), ["999", "layer 1", "request 0"]),
+        (partial(poison, name="gates", value=np.nan), ["gate", "nan", "layer 1", "request 0"]),
+    ],
+)
+def test_a_damaged_trace_is_one_line(damage, words, tmp_path):
+    write_trace(tmp_path / "bad.trace")
+    damage(tmp_path / "bad.trace")
+    err = refused("trace=bad.trace", "policy=lru", "cache.slots_per_layer=8")
+    assert [word for word in ("bad.trace", *words) if word not in err.lower()] == [], err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["policy=lru", "cache.slots_per_layer=0"], "cache.slots_per_layer is 0, must be 1 to 16"),
+        (["policy=lru", "hardware.h2d_bytes_per_s=-25e9"], "h2d_bytes_per_s"),
+    ],
+)
+def test_bad_input_in_a_process_of_its_own(trace, arguments, words, tmp_path):
+    code = "from experiments.simulate import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, f"trace={trace}", *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,198 @@
+"""Grids of `oled-simulate`, their table, and the table of a terminal."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from commands import ROW, command
+from strategies import metadata_for, random_passes
+
+import experiments.simulate
+from experiments.run import COLUMNS, simulate
+from experiments.simulate import main
+from experiments.sweep import table_of
+from experiments.table import format_table
+from tracer.store import TraceWriter
+
+
+def write_trace(path, seed=3, **fields):
+    shape, passes = random_passes(np.random.default_rng(seed), num_experts=16, num_requests=2)
+    with TraceWriter(path, metadata_for(shape, **fields), overwrite=True) as writer:
+        for item in passes:
+            writer.write(item)
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path, monkeypatch):
+    """A trace in an empty working directory; and the runs that were really made, as (policy, slots)."""
+    monkeypatch.chdir(tmp_path)
+    write_trace(Path("small.trace"))
+    made = []
+
+    def counted(reader, policy, slots, *arguments, **options):
+        made.append((policy, slots))
+        return simulate(reader, policy, slots, *arguments, **options)
+
+    monkeypatch.setattr(experiments.simulate, "simulate", counted)
+    return made
+
+
+def sweep(*arguments, trace="small.trace", code=0):
+    finished = command(main, "-m", f"trace={trace}", "output.dir=grid", *arguments)
+    assert finished.code == code, finished.err
+    return finished
+
+
+def table():
+    return pl.read_parquet("grid/sweep.parquet")
+
+
+def test_a_grid_is_one_table(runs):
+    finished = sweep("policy=lru,full,ondemand", "cache.slots_per_layer=4,8")
+    rows = table()
+    assert tuple(rows.columns[: len(COLUMNS)]) == COLUMNS
+    expected = [("ondemand", 0), ("lru", 4), ("lru", 8), ("full", 16)]
+    assert rows.select("policy", "slots_per_layer").rows() == expected
+    assert sorted(runs) == [("full", 4), ("lru", 4), ("lru", 8), ("ondemand", 4)]  # what ignores the size ran once
+    printed = [line.split()[:2] for line in finished.out.splitlines()[-4:]]
+    assert printed == [[policy, str(slots)] for policy, slots in expected]
+    for cell in Path("grid").glob("*-*"):
+        assert {"summary.json", "result.parquet", "decisions.parquet", "manifest.json"} < {
+            p.name for p in cell.iterdir()
+        }
+
+
+def test_order_of_the_grid_does_not_matter():
+    sweep("policy=lru,full", "cache.slots_per_layer=8,4", "seed=1,2")
+    first = table()
+    shutil.rmtree("grid")
+    sweep("seed=2,1", "cache.slots_per_layer=4,8", "policy=full,lru")
+    assert table().equals(first)
+
+
+def test_a_sweep_that_was_killed_goes_on(runs):
+    grid = ["policy=lru", "cache.slots_per_layer=2,4,8"]
+    sweep(*grid)
+    whole = table()
+    done = sorted(Path("grid").glob("lru-*"))
+    shutil.rmtree(done[0])
+    (done[1] / "summary.json").unlink()  # it moves last, so this cell was not finished
+    runs.clear()
+    sweep(*grid)
+    assert len(runs) == 2
+    assert table().equals(whole)
+
+
+def test_another_trace_of_the_same_name_is_run_anew(runs):
+    sweep("policy=lru", "cache.slots_per_layer=4")
+    write_trace(Path("small.trace"), seed=4)
+    sweep("policy=lru", "cache.slots_per_layer=4")
+    assert runs == [("lru", 4)] * 2
+
+
+def test_other_code_or_another_profile_is_run_anew(runs, monkeypatch):
+    profile = Path("mine.yaml")
+    text = (Path(experiments.simulate.__file__).parent.parent / "conf/hardware/rtx5090.yaml").read_text()
+    profile.write_text(text)
+    grid = ["policy=lru", "cache.slots_per_layer=4", "hardware.path=mine.yaml"]
+    sweep(*grid)
+    sweep(*grid)
+    assert len(runs) == 1
+    profile.write_text(text.replace("gate_sync_ns: 15000", "gate_sync_ns: 16000"))
+    sweep(*grid)
+    assert len(runs) == 2
+    monkeypatch.setattr("experiments.sweep.sources", lambda: "other")
+    sweep(*grid)
+    assert len(runs) == 3
+
+
+def test_a_failed_cell_is_listed_and_kept_out_of_the_table():
+    finished = sweep("policy=lru", "cache.slots_per_layer=4,99,8", code=1)
+    assert table()["slots_per_layer"].to_list() == [4, 8]
+    errors = [line for line in finished.err.splitlines() if "error" in line]
+    assert len(errors) == 1
+    assert "cache.slots_per_layer=99" in errors[0]
+    assert "must be 1 to 16" in errors[0]
+    assert "Traceback" not in finished.err
+
+
+def test_a_grid_that_fails_everywhere_has_no_table():
+    finished = sweep("policy=lru", "cache.slots_per_layer=98,99", code=1)
+    assert finished.out == ""
+    assert not Path("grid/sweep.parquet").exists()
+    errors = sorted(json.loads(path.read_text())["error"] for path in Path("grid").rglob("error.json"))
+    assert [error.split(",")[0] for error in errors] == [f"cache.slots_per_layer is {n}" for n in (98, 99)]
+
+
+def test_whatever_is_swept_has_a_column():
+    finished = sweep(
+        "policy=lru",
+        "cache.slots_per_layer=4",
+        "hardware.h2d_bytes_per_s=10e9,50e9",
+        "shape=trace,llada2.0-mini",
+        "seed=5",
+        "staging_slots=null,16",
+    )
+    rows = table()
+    assert rows.height == 8
+    assert rows["hardware.h2d_bytes_per_s"].unique().sort().to_list() == [10e9, 50e9]
+    assert set(rows["shape"]) == {"trace", "llada2.0-mini"}
+    assert set(rows["staging_slots"]) == {None, 16}
+    assert "seed" not in rows.columns  # the same in all cells
+    captions = [" ".join(part.split()) for part in finished.out.split("\n\n")[::2]]
+    assert len(captions) == 8  # nothing but the caption tells these rows apart
+    assert sum("hardware.h2d_bytes_per_s 5e+10" in caption for caption in captions) == 4
+
+
+def test_knobs_are_told_apart_by_their_variant():
+    finished = sweep("policy=lru", "cache.slots_per_layer=4", "policy.lru_order=id,gate,hits_first")
+    assert set(table()["variant"]) == {"", "lru_order=id", "lru_order=gate"}
+    assert "[1] lru_order=" in finished.out
+    assert "policy.lru_order" not in table().columns
+
+
+def test_a_table_for_people():
+    other = {"policy": "ondemand", "slots_per_layer": 0, "utilization": None, "tpot_ms": 123.4, "misses": "oled"}
+    rows = table_of([ROW, ROW | other | {"h2d_bytes": 999, "warnings": ["never\nacted"]}])
+    assert (
+        format_table(rows)
+        == """\
+trace t; source proxy:proxy-tiny; hardware rtx5090 (from data sheets, never validated on this GPU); experts of
+2048 x 512, 6.29 MB; 1 warm-up request; pool layer
+
+policy    misses   slots   TPOT  TTFT  util.  util. %    hit  token    eff.    H2D  stall  decision
+                  /layer     ms    ms      %  by slot      %  hit %  copy %     GB     ms      hash
+--------  ------  ------  -----  ----  -----  -------  -----  -----  ------  -----  -----  --------
+ondemand  oled         0  123.4  1234      -     25.0  100.0    0.0       -  0.000      0  01234567
+lru       h2d          8   12.3  1234   50.0     25.0  100.0    0.0       -  2.500      0  01234567
+ondemand: never acted"""
+    )
+
+
+def test_a_wide_table_fits_a_terminal():
+    rows = [
+        ROW
+        | {"policy": policy, "misses": misses, "pool": pool, "variant": "a_long_knob=with_a_long_value, and=another"}
+        for policy, misses, pool in (("ideal_min_global", "oled", "global"), ("moe_infinity", "h2d", "layer"))
+    ]
+    text = format_table(table_of(rows))
+    assert max(map(len, text.splitlines())) <= 120
+    assert "moe_infinity [1]" in text
+    assert "[1] a_long_knob=with_a_long_value, and=another" in text
+    assert "01234567" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"provenance": "measured"}, "hardware rtx5090; experts"),
+        ({"provenance": "measured", "provisional": True}, "hardware rtx5090 (provisional); experts"),
+        ({"warmup": 0}, "0 warm-up requests"),
+        ({"expert_bytes": 192}, "192 B"),
+    ],
+)
+def test_the_caption_says_where_numbers_come_from(change, words):
+    assert words in " ".join(format_table(table_of([ROW | change])).split())
