@@ -302,13 +302,14 @@ def _check_signals(routing: Columns, signals: Columns, metadata: TraceMetadata) 
     yield from found_at(wrong, signals, "input_norm not a length", "finite, 0 or more", lambda row: norm[row])
     layer = np.searchsorted(np.array(shape.layer_ids), signals["layer"])
     for depth, name in enumerate(AHEAD_COLUMNS, start=1):
-        missing = (signals[name] < 0).any(axis=1) != (layer + depth >= shape.num_layers)
+        null = signals[name] < 0
+        beyond = layer + depth >= shape.num_layers
         yield from found_at(
-            missing,
+            np.where(beyond, ~null.all(axis=1), null.any(axis=1)),
             signals,
-            f"{name} where it must not be, or null",
-            "null where there is no such layer",
-            lambda row: "the opposite",
+            f"{name} missing, or more than there can be",
+            f"null in the last {depth} layers, and all there in the others",
+            lambda row, null=null: f"{np.count_nonzero(~null[row])} ids",
         )
     sketch = np.isfinite(signals["sketch"])
     wrong = (layer == 0) & ~sketch.all(axis=1)

@@ -25,15 +25,17 @@ def tables_in(directory: Path) -> tuple[str, ...]:
 
 
 def write_options(table: str, metadata: TraceMetadata) -> dict[str, Any]:
-    """Encodings that measured smallest on routing: dictionaries, but floats of 32 bits with split bytes."""
-    split = ["gates.list.element"] if table == "routing" else ["scores.list.element"] if table == "signals" else []
-    if metadata.gate_dtype != "float32":
-        split = []
-    paths = [f"{c.name}.list.element" if c.width else c.name for c in columns_of(table, metadata)]
+    """Encodings of a table, chosen by measurement.
+
+    Dictionaries are smallest for everything but gates of 32 bits, of which the upper bytes alone compress: these
+    are split by byte. Only lists of ids gain by a high compression level, about an eighth.
+    """
+    columns = columns_of(table, metadata)
+    split = [c.parquet_path for c in columns if c.name in ("gates", "scores") and metadata.gate_dtype == "float32"]
     return {
         "compression": "zstd",
-        "compression_level": 15,
-        "use_dictionary": [path for path in paths if path not in split],
+        "compression_level": {c.parquet_path: 15 if c.width and c.stored == pa.uint16() else 3 for c in columns},
+        "use_dictionary": [c.parquet_path for c in columns if c.parquet_path not in split],
         "use_byte_stream_split": split or False,
         "write_statistics": ["pass_id", "request"],
         "write_page_checksum": True,

@@ -31,7 +31,7 @@ from tracer.schema import Pass, TraceError, TraceMetadata
 from tracer.tables import REQUIRED_TABLES, TABLES, Columns, ContentHash, Group, columns_of, to_arrow
 
 DATA_DIRECTORY = Path(__file__).parent / "data"
-MAX_GROUP_ROWS = 1 << 18  # of routing; a group in memory takes some 200 bytes a row, and 1200 with signals
+MAX_GROUP_IDS = 1 << 20  # expert ids of routing and signals in a row group; bounds the memory of a reader
 
 
 def find_trace(name_or_path: str) -> Path:
@@ -74,7 +74,7 @@ class TraceWriter:
         dump_metadata(metadata, 0, 0)  # what JSON cannot hold is refused before the work, not after it
         self._hash = ContentHash()
         self._pending: list[Group] = []
-        self._pending_rows = 0
+        self._pending_ids = 0
         self._writers: dict[str, pq.ParquetWriter] = {}
         self._has_signals = False
         self._last_pass = -1
@@ -114,12 +114,12 @@ class TraceWriter:
             group = encode(pass_, self._metadata)
         except TraceError as error:
             raise TraceError(f"{self.path}: {error}") from error
-        rows = group.routing["pass_id"].size
+        num_ids = _num_ids(group)
         goes_on = np.isin(pass_.requests, self._last_requests).any()
-        if self._pending and (not goes_on or self._pending_rows + rows > MAX_GROUP_ROWS):
+        if self._pending and (not goes_on or self._pending_ids + num_ids > MAX_GROUP_IDS):
             self._flush()
         self._pending.append(group)
-        self._pending_rows += rows
+        self._pending_ids += num_ids
         self._has_signals = pass_.signals is not None
         self._last_pass = pass_.pass_id
         self._last_requests = pass_.requests.copy()
@@ -169,7 +169,7 @@ class TraceWriter:
                     self._writers[table] = pq.ParquetWriter(self._partial / f"{table}.parquet", rows.schema, **options)
                 self._writers[table].write_table(rows, row_group_size=rows.num_rows)
         self._pending = []
-        self._pending_rows = 0
+        self._pending_ids = 0
 
     def _take_name(self) -> None:
         if not self.path.exists():
@@ -201,6 +201,13 @@ class TraceWriter:
             with suppress(*PARQUET_ERRORS):  # the error that led here is the one to report
                 writer.close()
         shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def _num_ids(group: Group) -> int:
+    signals = group.signals or {}
+    return group.routing["expert_ids"].size + sum(
+        values.size for name, values in signals.items() if name.endswith("ids")
+    )
 
 
 def _sync_directory(path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +46,8 @@ _KIND_TYPE = pa.dictionary(pa.int8(), pa.string())
 _FLOATS = {"float32": pa.float32(), "float16": pa.float16(), "uint8": pa.uint8()}
 
 
-class Column(NamedTuple):
+@dataclass(frozen=True)
+class Column:
     """One column: the type of a value on disk, and the length of its fixed-size list (0: a plain value)."""
 
     name: str
@@ -58,6 +61,11 @@ class Column(NamedTuple):
         return pa.list_(self.stored, self.width) if self.width else self.stored
 
     @property
+    def parquet_path(self) -> str:
+        """What Parquet calls the column that holds the values."""
+        return f"{self.name}.list.element" if self.width else self.name
+
+    @cached_property
     def dtype(self) -> np.dtype[Any]:
         """Type of the array; a null must differ from every value, so nullable uint16 becomes int32."""
         if self.stored == _KIND_TYPE:
@@ -66,11 +74,21 @@ class Column(NamedTuple):
             return np.dtype(np.int32)
         return np.dtype(self.stored.to_pandas_dtype())
 
+    @cached_property
+    def bounds(self) -> tuple[int, int]:
+        """Least and greatest value of an integer column, null included."""
+        limits = np.iinfo(np.int8 if self.stored == _KIND_TYPE else self.stored.to_pandas_dtype())
+        return (-1 if self.nullable else int(limits.min)), int(limits.max)
+
 
 def columns_of(table: str, metadata: TraceMetadata) -> tuple[Column, ...]:
     """Columns of one table, in order."""
-    shape = metadata.shape
-    gate = _FLOATS[metadata.gate_dtype]
+    return _columns(table, metadata.shape, metadata.gate_dtype)
+
+
+@cache
+def _columns(table: str, shape: ModelShape, gate_dtype: str) -> tuple[Column, ...]:
+    gate = _FLOATS[gate_dtype]
     keys = (Column("pass_id", pa.int32()), Column("request", pa.int32()))
     layer_keys = (*keys, Column("layer", pa.int32()), Column("position", pa.int32()))
     num_scores, num_ahead = signal_widths(shape)

@@ -1,0 +1,238 @@
+"""What a sound trace never shows, though its rows fit together: the checks that only the doctor makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.checks import Finding, Layout, Place, found_at
+from tracer.schema import ForwardKind, ModelShape
+from tracer.tables import Columns, Group
+
+MIN_EVIDENCE = 64  # equal ids that a short forward of a small model shows by chance prove nothing
+MAX_PROBABILITY = 1 + 1e-6  # a softmax in 32 bits may end just above 1
+
+_UNMASKED_KINDS = (ForwardKind.IDLE, ForwardKind.COMMIT, ForwardKind.EDIT)
+
+
+def check_values(group: Group, layout: Layout, shape: ModelShape) -> Iterator[Finding]:
+    """Check each forward of a group by itself."""
+    forwards, tokens = group.forwards, group.tokens
+    yield from _check_masks(forwards, tokens, layout)
+    for name in ("p_argmax", "p_current"):
+        p = tokens[name]
+        outside = (p < 0) | (p > MAX_PROBABILITY)
+        yield from found_at(outside, tokens, f"{name} is no probability", "0 to 1, or null", lambda row, p=p: p[row])
+    masked_p = tokens["is_masked_in"] & ~np.isnan(tokens["p_current"])
+    yield from found_at(
+        masked_p, tokens, "p_current of a mask", "null", lambda row: tokens["p_current"][row], "warning"
+    )
+    if shape.vocab:
+        for name in ("token_id_in", "argmax_id"):
+            ids = tokens[name]
+            yield from found_at(
+                ids >= shape.vocab,
+                tokens,
+                f"{name} out of range",
+                f"0 to {shape.vocab - 1}",
+                lambda row, ids=ids: ids[row],
+            )
+    block, kind = forwards["block"], forwards["kind"]
+    yield from found_at(
+        (block < -1) | ((block == -1) != (kind == ForwardKind.PREFILL)),
+        forwards,
+        "block and kind disagree",
+        "block -1 for prefill, 0 or more for all others",
+        lambda row: f"block {block[row]} and {ForwardKind(kind[row]).name.lower()}",
+    )
+    for name in ("iteration", "kv_len"):
+        values = forwards[name]
+        yield from found_at(values < 0, forwards, f"negative {name}", "0 or more", lambda row, v=values: v[row])
+    yield from _check_repeated_rows(group, layout, shape)
+
+
+def _check_masks(forwards: Columns, tokens: Columns, layout: Layout) -> Iterator[Finding]:
+    masked, accepted = tokens["is_masked_in"], tokens["accepted"]
+    for name, flags in (("num_masked_in", masked), ("num_accepted", accepted)):
+        counts = np.bincount(layout.token_forward[flags], minlength=forwards[name].size)
+        yield from found_at(
+            counts != forwards[name],
+            forwards,
+            f"{name} disagrees with tokens",
+            "the number of such tokens",
+            lambda row, counts=counts, name=name: f"{forwards[name][row]} for {counts[row]} tokens",
+        )
+    yield from found_at(accepted & ~masked, tokens, "accepted, but not masked", "masked tokens", lambda row: "no mask")
+    yield from found_at(
+        tokens["edited"] & masked, tokens, "edited, but masked", "tokens without a mask", lambda row: "a mask"
+    )
+    kind = forwards["kind"]
+    any_masked = np.bincount(layout.token_forward[masked], minlength=kind.size) > 0
+    yield from found_at(
+        np.isin(kind, _UNMASKED_KINDS) & any_masked,
+        forwards,
+        "masks in a forward that has none by its kind",
+        "idle, commit and edit without masks",
+        lambda row: f"{ForwardKind(kind[row]).name.lower()} with masks",
+    )
+    yield from found_at(
+        (kind == ForwardKind.DENOISE) & ~any_masked,
+        forwards,
+        "denoise without masks",
+        "idle, commit or edit where no mask is left",
+        lambda row: "no mask",
+        "warning",
+    )
+
+
+def _check_repeated_rows(group: Group, layout: Layout, shape: ModelShape) -> Iterator[Finding]:
+    """Find forwards in which each layer gives all tokens the same routing, as a buffer that never changed does."""
+    forwards = group.forwards
+    size = forwards["num_tokens"].astype(np.int64)
+    first_token = np.cumsum(size) - size
+    rows = np.arange(layout.routing_token.size)
+    first_row = rows - (layout.routing_token - first_token[layout.routing_forward])
+    ids, gates = group.routing["expert_ids"], group.routing["gates"]
+    differs = (ids != ids[first_row]).any(axis=1) | (gates != gates[first_row]).any(axis=1)
+    num_differing = np.bincount(layout.routing_forward[differs], minlength=size.size)
+    enough = (size - 1) * shape.num_layers * shape.top_k >= MIN_EVIDENCE
+    yield from found_at(
+        (num_differing == 0) & enough & (shape.top_k < shape.num_experts),
+        forwards,
+        "repeated rows, as in a buffer that never changed",
+        "tokens that differ in some layer",
+        lambda row: f"the same routing for all {size[row]} tokens in every layer",
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """What the next forward of the same request is compared with; without arrays where that was too long ago."""
+
+    block: int
+    iteration: int
+    kv_len: int
+    tokens: Columns | None
+    expert_ids: NDArray[Any] | None = None  # [L * T, K]
+    gates: NDArray[Any] | None = None  # [L * T, K]
+
+
+class Sequence:
+    """Compares each forward with the one before of its request, over the groups of a trace in order."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self._shape = shape
+        self._last: dict[int, _Forward] = {}
+
+    def forget(self) -> None:
+        """Start anew after rows that could not be read."""
+        self._last.clear()
+
+    def check(self, group: Group) -> Iterator[Finding]:
+        """Check the next group, whose rows fit together."""
+        forwards = group.forwards
+        ends = np.cumsum(forwards["num_tokens"], dtype=np.int64).tolist()
+        num_layers = self._shape.num_layers
+        seen = set()
+        start = 0
+        for row, stop in enumerate(ends):
+            request = int(forwards["request"][row])
+            rows = slice(start * num_layers, stop * num_layers)
+            now = _Forward(
+                block=int(forwards["block"][row]),
+                iteration=int(forwards["iteration"][row]),
+                kv_len=int(forwards["kv_len"][row]),
+                tokens={name: values[start:stop] for name, values in group.tokens.items()},
+                expert_ids=group.routing["expert_ids"][rows],
+                gates=group.routing["gates"][rows],
+            )
+            place = (int(forwards["pass_id"][row]), request)
+            yield from _check_order(self._last.get(request), now, place)
+            if request in self._last:
+                yield from _check_tokens(self._last[request], now)
+                yield from self._check_stale(self._last[request], now, place)
+            self._last[request] = now
+            seen.add(request)
+            start = stop
+        self._last = {
+            r: _copy(last) if r in seen else _Forward(last.block, last.iteration, last.kv_len, None)
+            for r, last in self._last.items()
+        }
+
+    def _check_stale(self, before: _Forward, now: _Forward, place: tuple[int, int]) -> Iterator[Finding]:
+        if before.tokens is None or before.expert_ids is None or now.expert_ids is None or now.tokens is None:
+            return
+        comparable = before.expert_ids.shape == now.expert_ids.shape and now.expert_ids.size >= MIN_EVIDENCE
+        if not comparable or self._shape.top_k == self._shape.num_experts:
+            return
+        same_input = all(np.array_equal(before.tokens[name], now.tokens[name]) for name in ("position", "token_id_in"))
+        same_ids = np.array_equal(before.expert_ids, now.expert_ids)
+        if not same_input and same_ids and np.array_equal(before.gates, now.gates):  # type: ignore[arg-type]
+            found = Place("the routing of the request's previous forward in every layer", *place)
+            what = "stale routing, though the input changed"
+            yield Finding("error", what, "routing that differs in some layer", 1, (found,))
+
+
+def _copy(forward: _Forward) -> _Forward:
+    """The same without holding on to the arrays of the group."""
+    return _Forward(
+        forward.block,
+        forward.iteration,
+        forward.kv_len,
+        {name: values.copy() for name, values in forward.tokens.items()} if forward.tokens is not None else None,
+        forward.expert_ids.copy() if forward.expert_ids is not None else None,
+        forward.gates.copy() if forward.gates is not None else None,
+    )
+
+
+def _check_order(before: _Forward | None, now: _Forward, place: tuple[int, int]) -> Iterator[Finding]:
+    def one(what: str, found: str, allowed: str, severity: str = "error") -> Finding:
+        return Finding(severity, what, allowed, 1, (Place(found, *place),))
+
+    if before is None or now.block != before.block:
+        if now.iteration:
+            yield one("iteration jumps", f"{now.iteration} first in block {now.block}", "0 at the start of a block")
+    elif now.iteration != before.iteration + 1 and (now.block >= 0 or now.iteration):
+        yield one("iteration jumps", f"{now.iteration} after {before.iteration}", "one more each time")
+    if before is None:
+        return
+    if now.block < before.block:
+        yield one("block goes back", f"{now.block} after {before.block}", "ascending blocks within a request")
+    elif now.block > before.block + 1 and before.block >= 0:
+        yield one("block skipped", f"{now.block} after {before.block}", "each block in turn", "warning")
+    if now.kv_len < before.kv_len:
+        yield one("kv_len falls", f"{now.kv_len} after {before.kv_len}", "never less within a request")
+
+
+def _check_tokens(before: _Forward, now: _Forward) -> Iterator[Finding]:
+    """Masks of a block only go, each where a token was accepted; an edit alone may bring one back."""
+    if before.tokens is None or now.tokens is None or before.block != now.block or now.block < 0:
+        return
+    _, old, new = np.intersect1d(
+        before.tokens["position"], now.tokens["position"], assume_unique=True, return_indices=True
+    )
+    was_masked, is_masked = before.tokens["is_masked_in"][old], now.tokens["is_masked_in"][new]
+    accepted, edited = before.tokens["accepted"][old], before.tokens["edited"][old]
+    keys = {name: now.tokens[name][new] for name in ("pass_id", "request", "position")}
+    grown = is_masked & ~was_masked & ~edited
+    yield from found_at(grown, keys, "mask grows without an edit", "masks that only go", lambda row: "a mask again")
+    yield from found_at(
+        was_masked & is_masked & accepted,
+        keys,
+        "accepted, but still masked",
+        "a token",
+        lambda row: "a mask",
+        "warning",
+    )
+    yield from found_at(
+        was_masked & ~is_masked & ~accepted,
+        keys,
+        "mask gone without acceptance",
+        "accepted tokens only",
+        lambda row: "a token",
+        "warning",
+    )
