@@ -97,7 +97,9 @@ def _plot(table: pl.DataFrame, column: str, label: str, title: str, path: Path, 
     else:
         axes.set_ylim(bottom=0)
     figure.legend(loc="outside right upper", frameon=False, handlelength=3)
-    note = "; ".join(describe(table.row(0, named=True)))
+    paths = sized.group_by("misses", maintain_order=True).agg(pl.col("policy").unique(maintain_order=True))
+    served = [f"misses {path}: {', '.join(policies)}" for path, policies in paths.iter_rows()]
+    note = "; ".join([*describe(table.row(0, named=True)), *served])
     figure.supxlabel(textwrap.fill(note, 110, break_on_hyphens=False), x=0.01, ha="left", fontsize=7.5, color="0.3")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)

@@ -22,7 +22,6 @@ from tracer.store import TraceReader, find_trace
 def main() -> None:
     """Entry point of the command."""
     schema.register()
-    sweep.register()
     hydra_command("oled-simulate", "simulate", run, sweep.finish)
 
 

@@ -38,9 +38,8 @@ def cell_name(root: DictConfig) -> str:
     return "-".join([policy, *([] if slots is None else [str(slots)]), digest])
 
 
-def register() -> None:
-    """Make `cell_name` known to Hydra's configuration."""
-    OmegaConf.register_new_resolver("cell_name", lambda *, _root_: cell_name(_root_), replace=True)
+# at import, so that the processes of a launcher know it too
+OmegaConf.register_new_resolver("cell_name", lambda *, _root_: cell_name(_root_), replace=True)
 
 
 def sources() -> str:

@@ -14,7 +14,14 @@ from policies.registry import POLICIES
 def table():
     sized = ("lru", "oled", "ideal_min")
     rows = [
-        ROW | {"policy": policy, "slots_per_layer": size, "tpot_ms": 100.0 / size + i, "utilization": 0.9 - size / 64}
+        ROW
+        | {
+            "policy": policy,
+            "misses": "h2d" if policy == "lru" else "oled",
+            "slots_per_layer": size,
+            "tpot_ms": 100.0 / size + i,
+            "utilization": 0.9 - size / 64,
+        }
         for i, policy in enumerate(sized)
         for size in (8, 16, 32)
     ]
@@ -55,6 +62,7 @@ def test_time_by_size(tmp_path, drawn):
     note = " ".join(drawn[0].get_supxlabel().split())
     assert "source proxy:proxy-tiny" in note
     assert "rtx5090 (from data sheets, never validated on this GPU)" in note
+    assert note.endswith("misses h2d: lru; misses oled: oled, ideal_min")
 
 
 def test_utilization_by_size(tmp_path, drawn):

@@ -1,0 +1,113 @@
+"""`make demo`: the whole path on a toy model, from prompts it has never seen to a table of policies and two plots."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import polars as pl
+from omegaconf import OmegaConf
+from tqdm import tqdm
+
+from experiments import trace
+from experiments.cli import USER_ERRORS, explain
+from experiments.figures import plot_tpot, plot_utilization
+from experiments.run import simulate
+from experiments.sweep import UNSIZED, table_of, write_table
+from experiments.table import format_table
+from tracer import doctor
+from tracer.models import find_model
+from tracer.schema import TraceError
+from tracer.store import TraceReader
+
+MODEL = "proxy-tiny"
+NUM_PROMPTS = 8
+POLICIES = ("full", "ondemand", "lru", "lfu", "prev_set", "oled", "ideal_free", "ideal_min")
+SIZES = (8, 16, 32)
+HARDWARE = "rtx5090"
+SHAPE = "llada2.0-mini"
+WIDTH = 110
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `python -m experiments.demo`."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="directory of the results (default: demo)")
+    out = parser.parse_args(arguments).out
+    try:
+        run(out)
+    except USER_ERRORS as error:
+        print(f"demo: error: {explain(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def run(out: Path) -> None:
+    """Trace, check, simulate and draw, and say at each step which command does it.
+
+    Raises:
+        TraceError: the doctor finds errors in the trace that was just made.
+    """
+    path = out / f"{MODEL}.trace"
+    prompts = find_model(MODEL) / "prompts.jsonl"
+    _step(f"oled-trace model={MODEL} prompts={prompts} max_prompts={NUM_PROMPTS} output.trace={path}")
+    output = trace.Output(trace=str(path), overwrite=True)
+    trace.run(
+        OmegaConf.structured(trace.Trace(model=MODEL, prompts=str(prompts), max_prompts=NUM_PROMPTS, output=output))
+    )
+
+    _step(f"oled-doctor {path}")
+    report = doctor.check(path)
+    print(report)
+    if not report.ok:
+        raise TraceError(f"{path}: the doctor found errors")
+
+    keys = f"policy={','.join(POLICIES)} cache.slots_per_layer={','.join(map(str, SIZES))}"
+    _step(f"oled-simulate -m trace={path} {keys} hardware={HARDWARE} shape={SHAPE}")
+    table = simulate_grid(path)
+    print(format_table(table, width=WIDTH))
+
+    plots = {"tpot.png": plot_tpot, "utilization.png": plot_utilization}
+    for name, plot in plots.items():
+        plot(table, out / name)
+    write_table(table, out / "sweep.parquet")
+    names = ", ".join(str(out / name) for name in (*plots, "sweep.parquet"))
+    print(f"\nWritten: {names}\n\n{textwrap.fill(_paragraph(path, table), WIDTH)}")
+
+
+def simulate_grid(path: Path) -> pl.DataFrame:
+    """Run every policy at every size; those that ignore the size, once."""
+    cells = [(policy, size) for policy in POLICIES for size in (SIZES[:1] if policy in UNSIZED else SIZES)]
+    bar = tqdm(cells, unit="run", desc="simulating", disable=not sys.stderr.isatty(), leave=False)
+    return table_of(simulate(path, policy, size, HARDWARE, shape=SHAPE).summary for policy, size in bar)
+
+
+def _step(command: str) -> None:
+    wrapped = textwrap.fill(
+        command, WIDTH - 2, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    print(f"\n$ {wrapped}\n", flush=True)
+
+
+def _paragraph(path: Path, table: pl.DataFrame) -> str:
+    """What was run, and what it does not show."""
+    row = table.row(0, named=True)
+    shape = TraceReader(path).metadata.shape
+    return (
+        f"What this was: {MODEL}, a toy with {shape.num_layers} MoE layers of {shape.num_experts} experts, top "
+        f"{shape.top_k}, trained for the purpose, answered {NUM_PROMPTS} prompts that it had not seen in training, on "
+        f"this machine's CPU; each policy then replayed that routing in simulated time, {row['num_decode_forwards']} "
+        f"decode forwards of {row['num_requests']} requests counted ({row['tokens_per_forward']:.2f} tokens a forward), "
+        f"the first request being warm-up. Times are charged at the sizes of {SHAPE} on {HARDWARE}: a data-sheet "
+        "profile, never validated on this GPU, and another model's sizes than those that were traced. What it does not "
+        "show: how any policy does on LLaDA2.0. It is a check that the parts fit together, on few layers, few experts "
+        "and short answers; neither order nor distance of the policies carries over to a real model. The bounds "
+        "(ideal_free, ideal_min) serve misses as oled does, so they stand beside oled and not beside the policies "
+        "whose misses are all copied (column misses)."
+    )
+
+
+if __name__ == "__main__":
+    main()
