@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,18 +17,10 @@ class Knobs:
     """Nothing can be chosen."""
 
 
-class Params(NamedTuple):
-    """Nothing is needed."""
-
-
-class State(NamedTuple):
-    """Nothing is remembered."""
-
-
-def init(params: Params, shape: ModelShape, slots: int) -> tuple[State, NDArray[np.bool_], NDArray[np.int64]]:
+def init(params: tuple[()], shape: ModelShape, slots: int) -> tuple[tuple[()], NDArray[np.bool_], NDArray[np.int64]]:
     """Start with all experts resident, whatever `slots` is."""
     resident = np.ones((shape.num_layers, shape.num_experts), np.bool_)
-    return State(), resident, np.full(shape.num_layers, shape.num_experts, np.int64)
+    return (), resident, np.full(shape.num_layers, shape.num_experts, np.int64)
 
 
 @jit
@@ -41,4 +32,4 @@ def decide(params, state, step, view):
 
 def build(knobs: Knobs, context: Context) -> Policy:
     """The policy."""
-    return Policy("full", Params(), init, decide, sized=False)
+    return Policy("full", (), init, decide, sized=False)

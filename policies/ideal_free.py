@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from policies.contract import Context, Policy, plain_plan
 from policies.jit import jit
-from policies.knobs import require_choice
-from policies.misses import MISSES, MissPath, miss_path, serve
+from policies.misses import MissPath, miss_path, require_misses, serve
 from policies.retention import best, equal_capacity, nobody_resident
 from tracer.schema import ModelShape
 
@@ -24,7 +23,7 @@ class Knobs:
     """Path of what does not fit: `h2d`, all copied; `oled`, split with the CPU. Compare within one path only."""
 
     def __post_init__(self) -> None:
-        require_choice("misses", self.misses, MISSES)
+        require_misses(self.misses)
 
 
 class Params(NamedTuple):

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from policies.contract import Context, Policy, PolicyError, plain_plan
 from policies.jit import jit
-from policies.knobs import require_choice
-from policies.misses import MISSES, MissPath, miss_path, serve
+from policies.misses import MissPath, miss_path, require_misses, serve
 from policies.retention import best, equal_capacity, nobody_resident, with_transfers
 from policies.steps import count_load
 from tracer.schema import ModelShape, Pass
@@ -29,7 +28,7 @@ class Knobs:
     `oled`: split with the CPU, and only what was copied can be kept. Compare within one path only."""
 
     def __post_init__(self) -> None:
-        require_choice("misses", self.misses, MISSES)
+        require_misses(self.misses)
 
 
 class Future(NamedTuple):

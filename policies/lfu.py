@@ -12,7 +12,7 @@ from policies.contract import Context, Policy, plain_plan
 from policies.jit import jit
 from policies.knobs import require_choice
 from policies.lru import ORDERS, touch
-from policies.misses import MISSES, MissPath, miss_path, serve
+from policies.misses import MissPath, miss_path, require_misses, serve
 from policies.retention import best, equal_capacity, nobody_resident, with_transfers
 from tracer.schema import ModelShape
 
@@ -33,7 +33,7 @@ class Knobs:
     def __post_init__(self) -> None:
         require_choice("lfu_inc", self.lfu_inc, INCREMENTS)
         require_choice("lru_order", self.lru_order, ORDERS)
-        require_choice("misses", self.misses, MISSES)
+        require_misses(self.misses)
 
 
 class Params(NamedTuple):

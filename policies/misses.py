@@ -6,13 +6,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.contract import Context
+from policies.contract import Context, PolicyError
 from policies.dispatch import DispatchKnobs, DispatchParams, dispatch_params, split_misses, tokens_per_expert
 from policies.jit import jit
+from policies.knobs import require_choice
 from policies.priority import CONFIDENCE, priority
 from policies.retention import ids_of, missed_of
 
-MISSES = ("h2d", "oled")  # `cpu` would leave a cache that starts empty empty
+MISSES = ("h2d", "oled")
+
+
+def require_misses(value: str) -> None:
+    """Refuse a miss path that a policy which starts empty cannot have.
+
+    Raises:
+        PolicyError: with the allowed paths.
+    """
+    if value == "cpu":
+        raise PolicyError(
+            f"misses=cpu admits nothing, so it needs residents at the start, and there are none: "
+            f"allowed are {', '.join(MISSES)}"
+        )
+    require_choice("misses", value, MISSES)
 
 
 class MissPath(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,17 +18,9 @@ class Knobs:
     """Nothing can be chosen."""
 
 
-class Params(NamedTuple):
-    """Nothing is needed."""
-
-
-class State(NamedTuple):
-    """Nothing is remembered."""
-
-
-def init(params: Params, shape: ModelShape, slots: int) -> tuple[State, NDArray[np.bool_], NDArray[np.int64]]:
+def init(params: tuple[()], shape: ModelShape, slots: int) -> tuple[tuple[()], NDArray[np.bool_], NDArray[np.int64]]:
     """Start without a slot in any layer, whatever `slots` is."""
-    return State(), nobody_resident(shape), np.zeros(shape.num_layers, np.int64)
+    return (), nobody_resident(shape), np.zeros(shape.num_layers, np.int64)
 
 
 @jit
@@ -40,4 +31,4 @@ def decide(params, state, step, view):
 
 def build(knobs: Knobs, context: Context) -> Policy:
     """The policy."""
-    return Policy("ondemand", Params(), init, decide, sized=False)
+    return Policy("ondemand", (), init, decide, sized=False)

@@ -12,7 +12,8 @@ from policies import full, ideal_free, ideal_min, lfu, lru, oled, ondemand, prev
 from policies.contract import Context, Policy, PolicyError
 from policies.knobs import variant_of
 
-# Each module has a dataclass Knobs and a function build(knobs, context) -> Policy
+# Each module has a dataclass Knobs and a function build(knobs, context) -> Policy. Its NamedTuples must differ from those
+# of other modules in name or in field types: numba dispatches calls from Python by these, and would do so slowly.
 POLICIES: dict[str, ModuleType] = {
     "full": full,
     "ondemand": ondemand,

@@ -130,6 +130,19 @@ def lru_residents(batches: Sequence[set[int]], capacity: int, order: str = "hits
     return before
 
 
+def sequential_lru_hits(batches: Sequence[set[int]], capacity: int) -> list[int]:
+    """LRU that serves and replaces one expert at a time, by ascending id: not what the policy does."""
+    stack: list[int] = []
+    hits = []
+    for batch in batches:
+        hits.append(0)
+        for expert in sorted(batch):
+            hits[-1] += expert in stack
+            stack = [*(other for other in stack if other != expert), expert]
+            del stack[:-capacity]
+    return hits
+
+
 def lfu_residents(batches: Sequence[Mapping[int, int]], capacity: int, by_load: bool) -> list[set[int]]:
     """LFU over loads of each forward, {expert: tokens}: sorts by (activated now, count, last touch)."""
     count: dict[int, int] = {}

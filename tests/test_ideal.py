@@ -124,6 +124,17 @@ def test_free_placement_takes_the_busiest_then_the_lowest_id():
         assert (decision.plan.retained == decision.resident).all()
 
 
+def test_caps_of_utilization():
+    caps = []
+    for num_activated in (60, 90):
+        for capacity in (40, 100):
+            passes = passes_of([range(num_activated)])
+            (hits,) = hits_per_execution(run("ideal_free", H2D, shape_of(1, 256), passes, capacity))
+            caps.append(hits / capacity)
+    assert caps == [1, 0.6, 1, 0.9]
+    assert np.mean(caps) == pytest.approx(0.875)
+
+
 def test_foresight_is_refused_for_another_run():
     shape, passes = shape_of(1, 5), passes_of(EXAMPLE)
     policy = built("ideal_min", H2D, shape, passes)
@@ -139,5 +150,5 @@ def test_split_misses_need_a_calibration_split(name):
     passes = passes_of(EXAMPLE)
     with pytest.raises(PolicyError, match="calibration"):
         build_policy(name, {}, Context(shape_of(1, 5), passes=passes))
-    with pytest.raises(PolicyError, match="misses 'cpu': allowed are h2d, oled"):
+    with pytest.raises(PolicyError, match=r"misses=cpu .*: allowed are h2d, oled"):
         build_policy(name, {"misses": "cpu"}, Context(shape_of(1, 5), passes=passes))

@@ -10,6 +10,7 @@ from reference import (
     pass_of,
     passes_of,
     run,
+    sequential_lru_hits,
     sets_of,
     shape_of,
 )
@@ -57,6 +58,10 @@ def test_each_order_touches_as_it_says(order, expected):
 def test_a_batch_is_served_before_it_is_replaced():
     repeated = passes_of([range(60)] * 4)
     assert hits_per_execution(run("lru", {}, shape_of(1, 64), repeated, 40)) == [0, 40, 40, 40]
+
+
+def test_one_expert_at_a_time_would_be_another_baseline():
+    assert sequential_lru_hits([set(range(60))] * 4, 40) == [0, 0, 0, 0]
 
 
 def test_worked_example_beside_the_bounds():
@@ -133,7 +138,8 @@ def test_oled_with_no_part_on_is_lru(trace, data):
     ("knobs", "message"),
     [
         ({"lru_order": "age"}, "lru_order 'age': allowed are hits_first, misses_first, id, gate"),
-        ({"misses": "cpu"}, "misses 'cpu': allowed are h2d, oled"),
+        ({"misses": "gpu"}, "misses 'gpu': allowed are h2d, oled"),
+        ({"misses": "cpu"}, "misses=cpu .* needs residents at the start, and there are none: allowed are h2d, oled"),
     ],
 )
 def test_refuses_other_values(knobs, message):

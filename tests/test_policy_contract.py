@@ -1,5 +1,6 @@
 """What every policy must keep to, on traces of every form: one list of policies, and new ones join it."""
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -56,6 +57,16 @@ def arrays_of(pass_):
 
 def test_the_list_has_every_registered_policy():
     assert {name for name, _ in VARIANTS} == set(POLICIES)
+
+
+def test_numba_can_tell_the_records_of_policies_apart():
+    shape, passes = random_passes(np.random.default_rng(0))
+    classes: dict[str, set[type]] = {}
+    for name in POLICIES:
+        policy = built(name, {}, shape, passes)
+        for record in (policy.params, policy.init(policy.params, shape, 4 * shape.num_layers)[0]):
+            classes.setdefault(numba.typeof(record).name, set()).add(type(record))
+    assert {name for name, types in classes.items() if len(types) > 1} == set()
 
 
 @each_policy
