@@ -28,10 +28,14 @@ class Place(NamedTuple):
     layer: int | None = None
     position: int | None = None
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """The parts that are known, in words."""
         named = (("pass", self.pass_id), ("request", self.request), ("layer", self.layer), ("position", self.position))
-        where = ", ".join(f"{name} {value}" for name, value in named if value is not None)
-        return f"{where}: found {self.found}" if where else f"found {self.found}"
+        return ", ".join(f"{name} {value}" for name, value in named if value is not None)
+
+    def __str__(self) -> str:
+        return f"{self.where}: found {self.found}" if self.where else self.found
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,9 @@ class Finding:
     places: tuple[Place, ...]
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.places[0]}; allowed is {self.allowed}"
+        place = self.places[0]
+        where = f"{place.where}: " if place.where else ""
+        return f"{where}{self.what}: found {place.found}; allowed is {self.allowed}"
 
 
 class Layout(NamedTuple):

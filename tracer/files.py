@@ -16,7 +16,7 @@ from tracer.schema import SCHEMA_VERSION, ModelShape, TraceError, TraceMetadata
 from tracer.tables import REQUIRED_TABLES, TABLES, Column, Columns, Group, columns_of, from_arrow
 
 METADATA_KEY = b"oledsim"
-PARQUET_ERRORS = (OSError, pa.ArrowException)
+PARQUET_ERRORS = (OSError, pa.ArrowException, UnicodeDecodeError)  # the last one for names in a damaged footer
 
 
 def tables_in(directory: Path) -> tuple[str, ...]:
