@@ -11,6 +11,7 @@ import numpy as np
 
 from policies.contract import PolicyError
 from policies.jit import jit
+from policies.retention import ids_of
 from tracer.schema import Pass
 
 RHO_ROUNDS = ("half_up", "floor", "ceil")
@@ -154,21 +155,12 @@ def by_priority(members, priority):
         members: [E] bool.
         priority: [E] float64.
     """
-    count = 0
-    for expert in range(members.size):
-        if members[expert]:
-            count += 1
-    ids = np.empty(count, np.int64)
-    count = 0
-    for expert in range(members.size):
-        if members[expert]:
-            ids[count] = expert
-            count += 1
+    ids = ids_of(members)
     gap = 1
-    while gap < count // 3:
+    while gap < ids.size // 3:
         gap = 3 * gap + 1
     while gap > 0:
-        for end in range(gap, count):
+        for end in range(gap, ids.size):
             expert, place = ids[end], end
             while place >= gap:
                 other = ids[place - gap]
@@ -315,7 +307,6 @@ def _sides(ids, on_gpu, missed):
     for entry in range(ids.size):
         num_copies += on_gpu[entry]
     transfers = np.empty(num_copies, np.int64)
-    on_cpu = np.empty(ids.size - num_copies, np.int64)
     left = missed.copy()
     count = 0
     for entry in range(ids.size):
@@ -323,9 +314,4 @@ def _sides(ids, on_gpu, missed):
             transfers[count] = ids[entry]
             left[ids[entry]] = False
             count += 1
-    count = 0
-    for expert in range(left.size):
-        if left[expert]:
-            on_cpu[count] = expert
-            count += 1
-    return transfers, on_cpu
+    return transfers, ids_of(left)
