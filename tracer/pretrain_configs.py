@@ -37,7 +37,7 @@ class PretrainConfig:
     final_learning_rate_ratio: float = 0.02
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
-    given_prompt_ratio: float = 0.5  # documents whose prompt is never masked
+    given_prompt_ratio: float = 0.9  # documents whose prompt is never masked
     max_token_weight: float = 4.0
     seed: int = 0
 
@@ -86,11 +86,11 @@ CONFIGS = {
             name="proxy-tiny",
             model=_TINY_MODEL,
             vocab_size=768,
-            shares={"arithmetic": 0.85, "code": 0.15},
-            num_documents={"arithmetic": 400_000, "code": 10_000},
-            context=256,
-            batch_size=256,
-            learning_rate=3e-3,
+            shares={"arithmetic": 0.9, "code": 0.1},
+            num_documents={"arithmetic": 200_000, "code": 10_000},
+            context=128,
+            batch_size=96,
+            learning_rate=2e-3,
             bias_rate=1e-3,
         ),
     )
