@@ -639,6 +639,8 @@ def first_row(value):
         ("forwards", "pass_id", first_row(1), "pass 1, request 0: forwards out of order"),
         ("forwards", "kind", first_row("dream"), "row group 0: column kind holds dream; allowed are prefill, denoise"),
         ("forwards", "block", first_row(None), "column block holds 1 nulls"),
+        ("forwards", "cos_router_input", first_row([0.5]), "cos_router_input holds lists of other lengths than 3"),
+        ("forwards", "cos_router_input", first_row([0.5, None, 0.5]), "cos_router_input holds lists with 1 nulls"),
         ("signals", "layer", first_row(2), "pass 0, request 0, layer 1, position 0: signals do not match routing"),
         ("signals", "score_ids", first_row([16] * 16), "score_ids out of range"),
     ],

@@ -42,13 +42,23 @@ class Group(NamedTuple):
     signals: Columns | None = None
 
 
-_KIND_TYPE = pa.dictionary(pa.int8(), pa.string())
+_KIND_TYPE = pa.dictionary(pa.int32(), pa.string())
+_NUMPY = {
+    pa.bool_(): np.bool_,
+    pa.uint8(): np.uint8,
+    pa.uint16(): np.uint16,
+    pa.int32(): np.int32,
+    pa.int64(): np.int64,
+    pa.float16(): np.float16,
+    pa.float32(): np.float32,
+    _KIND_TYPE: np.int8,
+}
 _FLOATS = {"float32": pa.float32(), "float16": pa.float16(), "uint8": pa.uint8()}
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: the type of a value on disk, and the length of its fixed-size list (0: a plain value)."""
+    """One column: the type of a value on disk, and the length of its lists (0: a plain value)."""
 
     name: str
     stored: pa.DataType
@@ -57,8 +67,10 @@ class Column:
 
     @property
     def arrow_type(self) -> pa.DataType:
-        """Type of the whole column."""
-        return pa.list_(self.stored, self.width) if self.width else self.stored
+        """Type of the whole column; most versions of Arrow read no fixed-size lists from Parquet that may be null."""
+        if not self.width:
+            return self.stored
+        return pa.list_(self.stored) if self.nullable else pa.list_(self.stored, self.width)
 
     @property
     def parquet_path(self) -> str:
@@ -68,16 +80,14 @@ class Column:
     @cached_property
     def dtype(self) -> np.dtype[Any]:
         """Type of the array; a null must differ from every value, so nullable uint16 becomes int32."""
-        if self.stored == _KIND_TYPE:
-            return np.dtype(np.int8)
         if self.stored == pa.uint16() and self.nullable:
             return np.dtype(np.int32)
-        return np.dtype(self.stored.to_pandas_dtype())
+        return np.dtype(_NUMPY[self.stored])
 
     @cached_property
     def bounds(self) -> tuple[int, int]:
         """Least and greatest value of an integer column, null included."""
-        limits = np.iinfo(np.int8 if self.stored == _KIND_TYPE else self.stored.to_pandas_dtype())
+        limits = np.iinfo(_NUMPY[self.stored])
         return (-1 if self.nullable else int(limits.min)), int(limits.max)
 
 
@@ -144,17 +154,22 @@ def to_arrow(columns: tuple[Column, ...], arrays: Mapping[str, NDArray[Any]]) ->
         values = arrays[column.name]
         null = _is_null(values) if column.nullable else None
         if column.stored == _KIND_TYPE:
-            built.append(pa.DictionaryArray.from_arrays(pa.array(values), pa.array(KIND_NAMES)))
+            built.append(pa.DictionaryArray.from_arrays(pa.array(values, pa.int32()), pa.array(KIND_NAMES)))
         elif column.width:
-            row_null = null.all(axis=1) if null is not None else None
-            if row_null is not None and values.dtype.kind != "f":
-                values = np.where(row_null[:, None], 0, values)
-            flat = pa.array(values.reshape(-1).astype(column.stored.to_pandas_dtype(), copy=False))
-            mask = pa.array(row_null) if row_null is not None and row_null.any() else None
-            built.append(pa.FixedSizeListArray.from_arrays(flat, type=column.arrow_type, mask=mask))
+            whole = np.ones(len(values), bool) if null is None else ~null.all(axis=1)
+            flat = pa.array(values[whole].reshape(-1).astype(_NUMPY[column.stored], copy=False))
+            built.append(_lists(column, flat, whole))
         else:
             built.append(pa.array(values, type=column.stored, mask=null))
     return pa.Table.from_arrays(built, schema=schema_of(columns))
+
+
+def _lists(column: Column, flat: pa.Array, whole: NDArray[np.bool_]) -> pa.Array:
+    """Lists of one width, null where not `whole`."""
+    if not column.nullable:
+        return pa.FixedSizeListArray.from_arrays(flat, type=column.arrow_type)
+    offsets = np.concatenate([[0], np.cumsum(whole * column.width)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, type=column.arrow_type, mask=pa.array(~whole))
 
 
 def schema_of(columns: Iterable[Column]) -> pa.Schema:
@@ -168,32 +183,31 @@ def from_arrow(columns: Iterable[Column], table: pa.Table) -> Columns:
     Raises:
         TraceError: a null, or an unknown forward kind, where a value must be.
     """
-    arrays: Columns = {}
-    for column in columns:
-        data = table.column(column.name).combine_chunks()
-        if isinstance(data, pa.ChunkedArray):  # older pyarrow gives a chunked array back when there is no row
-            data = pa.concat_arrays(data.chunks) if data.num_chunks else pa.array([], column.arrow_type)
-        if column.stored == _KIND_TYPE:
-            arrays[column.name] = _kinds(data)
-            continue
-        if data.null_count and not column.nullable:
-            raise TraceError(f"column {column.name} holds {data.null_count} nulls; each row needs a value")
-        values = data.flatten() if column.width else data
-        if column.width and values.null_count:
+    return {column.name: _array(column, table.column(column.name).combine_chunks()) for column in columns}
+
+
+def _array(column: Column, data: pa.Array) -> NDArray[Any]:
+    if column.stored == _KIND_TYPE:
+        return _kinds(data)
+    if data.null_count and not column.nullable:
+        raise TraceError(f"column {column.name} holds {data.null_count} nulls; each row needs a value")
+    present = data.drop_null() if data.null_count else data
+    if column.width:
+        lengths = pc.list_value_length(present).to_numpy(zero_copy_only=False)
+        if (lengths != column.width).any():
+            raise TraceError(f"column {column.name} holds lists of other lengths than {column.width}")
+        present = present.flatten()
+        if present.null_count:
             raise TraceError(
-                f"column {column.name} holds lists with {values.null_count} nulls; a list is whole or null"
+                f"column {column.name} holds lists with {present.null_count} nulls; a list is whole or null"
             )
-        if not data.null_count:
-            array = values.to_numpy(zero_copy_only=False).astype(column.dtype, copy=False)
-            arrays[column.name] = array.reshape(-1, column.width) if column.width else array
-            continue
-        valid = data.is_valid().to_numpy(zero_copy_only=False)
-        size = (len(data), column.width) if column.width else (len(data),)
-        array = np.full(size, np.nan if column.dtype.kind == "f" else -1, column.dtype)
-        found = (values if column.width else values.drop_null()).to_numpy(zero_copy_only=False)
-        array[valid] = found.reshape(-1, column.width) if column.width else found
-        arrays[column.name] = array
-    return arrays
+    values = present.to_numpy(zero_copy_only=False).astype(column.dtype, copy=False)
+    values = values.reshape(-1, column.width) if column.width else values
+    if not data.null_count:
+        return values
+    array = np.full((len(data), *values.shape[1:]), np.nan if column.dtype.kind == "f" else -1, column.dtype)
+    array[data.is_valid().to_numpy(zero_copy_only=False)] = values
+    return array
 
 
 def _kinds(data: pa.Array) -> NDArray[np.int8]:
