@@ -224,7 +224,8 @@ class _Run:
                 self._clock.step()
             experts = [copy.expert for copy in chunk.copies]
             self._wait(Stage.RAN, self._kernel_ns(len(experts), int(reading.step.load[experts].sum())))
-            self._slots.used([copy.expert for copy in chunk.copies if copy.is_prefetch])
+            if chunk.copies[0].is_prefetch:
+                self._slots.used(experts[:1])
             self._slots.release([copy.expert for copy in chunk.copies if not copy.is_prefetch])
             self._link.wake()
 

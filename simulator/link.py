@@ -42,7 +42,8 @@ class Copy:
 class Link:
     """Copies what is demanded, in order, and when nothing is, prefetches by priority and then issue number.
 
-    A copy in progress is never interrupted.
+    A copy in progress is never interrupted. A prefetch is dropped, and counted as for want of a victim, also if its
+    expert has come to the GPU by other means when the copy would start.
 
     Args:
         score: [L, E] of the policy's state, read when a prefetch needs a victim; None where the policy has none.

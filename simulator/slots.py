@@ -14,7 +14,8 @@ from policies.residents import Residents
 class Slots:
     """One fungible set of slots: the capacity of all pools, and staging.
 
-    A slot is taken by a resident, by the prefetch in progress, or by a demand copy of the running layer. Within a
+    A slot is taken by a resident, by the prefetch in progress, or by a demand copy of the running layer. A resident
+    that a plan does not retain is one no longer when its slot becomes free, not only when the layer ends. Within a
     pool experts are numbered as in `Plan.retained`: by their own id, or layer * E + expert where the pool is global.
 
     Args:
@@ -156,8 +157,9 @@ class Slots:
         return self.residents.capacity.size == self.residents.resident.shape[0]
 
     def _leave(self, layer: int, numbers: NDArray[np.int64]) -> None:
-        self.residents.of_pool(layer, self.residents.resident)[numbers] = False
-        self._count_unused()
+        if len(numbers):
+            self.residents.of_pool(layer, self.residents.resident)[numbers] = False
+            self._count_unused()
 
     def _count_unused(self) -> None:
         gone = self._untried & ~self.residents.resident
