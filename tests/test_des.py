@@ -19,8 +19,9 @@ from scripted import (
 )
 from strategies import random_passes
 
-from policies.contract import PlanError, Policy, PolicyError, View
+from policies.contract import Context, PlanError, Policy, PolicyError, View
 from policies.profile import Costs, ProfileError, copy_ns, cpu_batch_ns, kernel_ns, layer_ns
+from policies.registry import build_policy
 from policies.steps import Steps, end_of, step_at
 from simulator.des import simulate
 from tracer.schema import ForwardKind, ModelShape, Pass, TraceError
@@ -218,10 +219,10 @@ def test_a_global_pool_is_one_capacity_for_all_layers() -> None:
     assert rows[1]["transfers"] == [1]
 
 
-def test_everything_resident_never_misses() -> None:
+def test_full_never_misses() -> None:
     shape = make_shape(2, 4)
-    policy = scripted(shape, capacity=4, residents={0: range(4), 1: range(4)})
-    rows = layer_rows(simulate([make_pass(0, [[0, 1], [2, 3]])] * 3, policy, shape, 0, make_costs(), ESTIMATES))
+    policy = build_policy("full", {}, Context(shape=shape))
+    rows = layer_rows(simulate([make_pass(0, [[0, 1], [2, 3]])] * 3, policy, shape, 2, make_costs(), ESTIMATES))
     assert all(row["transfers"] == [] and row["end_ns"] - row["start_ns"] == 120 for row in rows)
 
 
