@@ -56,7 +56,7 @@ class Report:
             else:
                 self.findings.append(finding)
 
-    def error(self, what: str, found: str, allowed: str, severity: str = "error") -> None:
+    def note(self, what: str, found: str, allowed: str, severity: str = "error") -> None:
         """Add a finding that has no place in the rows."""
         self.add([Finding(severity, what, allowed, 1, (Place(found),))])
 
@@ -123,7 +123,7 @@ def check(path: Path | str) -> Report:
     report = Report(Path(path))
     directory = report.path
     if not directory.is_dir():
-        report.error("no trace", f"no directory {directory}", "a directory of Parquet tables")
+        report.note("no trace", f"no directory {directory}", "a directory of Parquet tables")
         return report
     _check_leftovers(report)
     footers: dict[str, Footer] = {}
@@ -131,7 +131,7 @@ def check(path: Path | str) -> Report:
         try:
             footers[table] = read_footer(directory, table)
         except TraceError as error:
-            report.error("table that cannot be read", str(error), "whole tables of this format")
+            report.note("table that cannot be read", str(error), "whole tables of this format")
     report.num_bytes = sum(file.stat().st_size for file in directory.glob("*.parquet"))
     if footers and _footers_agree(report, footers) and all(table in footers for table in REQUIRED_TABLES):
         _check_groups(report, footers, whole=len(footers) == len(tables_in(directory)))
@@ -143,7 +143,7 @@ def _check_leftovers(report: Report) -> None:
     for kind, advice in (("partial", "an interrupted writer"), ("replaced", "an interrupted overwrite")):
         for left in sorted(directory.parent.glob(f".{directory.name}.{kind}-*")):
             what = "leftover beside the trace"
-            report.error(what, f"{left}, of {advice}", "none; delete it when no writer is at work", "warning")
+            report.note(what, f"{left}, of {advice}", "none; delete it when no writer is at work", "warning")
 
 
 def _footers_agree(report: Report, footers: dict[str, Footer]) -> bool:
@@ -155,11 +155,11 @@ def _footers_agree(report: Report, footers: dict[str, Footer]) -> bool:
     for table, footer in footers.items():
         same_counts = (footer.num_passes, footer.num_requests) == (first.num_passes, first.num_requests)
         if footer.metadata != first.metadata or not same_counts:
-            report.error("metadata differs between tables", f"{table}.parquet", "one metadata in every file")
+            report.note("metadata differs between tables", f"{table}.parquet", "one metadata in every file")
             agree = False
         elif len(footer.rows) != len(first.rows):
             found = f"{len(footer.rows)} in {table}.parquet, {len(first.rows)} elsewhere"
-            report.error("row groups do not match", found, "equally many in every table")
+            report.note("row groups do not match", found, "equally many in every table")
             agree = False
     return agree
 
@@ -175,7 +175,7 @@ def _check_groups(report: Report, footers: dict[str, Footer], whole: bool) -> No
             try:
                 group = read(index)
             except TraceError as error:
-                report.error("row group that cannot be read", str(error), "whole row groups")
+                report.note("row group that cannot be read", str(error), "whole row groups")
                 sequence.forget()
                 whole = False
                 continue
@@ -199,10 +199,10 @@ def _check_groups(report: Report, footers: dict[str, Footer], whole: bool) -> No
         ("requests", len(report.requests), first.num_requests),
     ):
         if found != said:
-            report.error(f"number of {name}", str(found), f"{said}, as the metadata says")
+            report.note(f"number of {name}", str(found), f"{said}, as the metadata says")
     if content.hexdigest() != metadata.content_hash:
         found = f"{content.hexdigest()[:16]}..., metadata says {metadata.content_hash[:16]}..."
-        report.error("content hash does not match: values were changed after writing", found, "the hash of the values")
+        report.note("content hash does not match: values were changed after writing", found, "the hash of the values")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
