@@ -13,11 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tracer.store import TraceReader
-
 from experiments.profiles import profile_hash
 from policies.contract import Policy
 from policies.profile import HardwareProfile
+from tracer.store import TraceReader
 
 LIBRARIES = ("oledsim", "numpy", "numba", "polars", "pyarrow", "simpy", "hydra-core")
 

@@ -104,7 +104,7 @@ def policy_ms(forwards: pl.DataFrame) -> float:
 
 
 def link_busy_ratio(forwards: pl.DataFrame) -> float | None:
-    """Share of decode time in which a demand copy is under way."""
+    """Share of decode time in which a copy is under way, each copy counted where it lands."""
     return _ratio(_sum(forwards, "link_busy_ns"), _sum(forwards, "time_ns"))
 
 

@@ -88,8 +88,6 @@ class ForwardTable:
         slots = scalars["capacity"] / self._num_layers if self._is_global else scalars["capacity"].astype(float)
         judged = (slots > 0) & (not self._is_global)
         promoted = scalars["num_promoted"]
-        transfer_start, transfer_end = lists["transfer_start_ns"].values, lists["transfer_end_ns"].values
-        copy_time = Ragged(lists["transfer_start_ns"].offsets, transfer_end - transfer_start)
         effective, transferred = self._effective(layers)
         columns = {
             "num_activated": scalars["num_activated"].astype(np.int64),
@@ -105,7 +103,7 @@ class ForwardTable:
             "num_copies": num_transfers - promoted + scalars["prefetch_started"],
             "transfers_judged": transferred,
             "transfers_effective": effective,
-            "link_busy_ns": _row_sums(copy_time),
+            "link_busy_ns": scalars["link_busy_ns"],
             "cpu_busy_ns": scalars["cpu_end_ns"] - scalars["plan_ns"],
             "exposed_stall_ns": scalars["end_ns"] - scalars["hits_end_ns"],
             "policy_ns": np.full(len(slots), self._policy_ns),

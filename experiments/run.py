@@ -15,10 +15,7 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
-from policies.registry import build_policy
-from simulator.des import simulate as simulate_events
 from tqdm import tqdm
-from tracer.store import TraceReader, find_trace
 
 from experiments import metrics
 from experiments.manifest import manifest
@@ -27,7 +24,10 @@ from experiments.results import ForwardTable
 from policies.contract import Context, Policy, PolicyError
 from policies.log import LAYER_COLUMNS, LAYER_LISTS, LogChunk
 from policies.profile import Costs, HardwareProfile, estimates_of
+from policies.registry import build_policy
+from simulator.des import simulate as simulate_events
 from tracer.schema import WEIGHT_BITS, ModelShape, Pass, TraceError
+from tracer.store import TraceReader, find_trace
 
 # The columns of tables, in order; `summary.json` holds more.
 COLUMNS = (
@@ -102,16 +102,19 @@ def simulate(
 
     Args:
         trace: name of a shipped trace, a path, or a reader.
-        policy: a registered name; `knobs` are its parameters.
+        policy: a registered name.
         slots_per_layer: expert slots on the GPU for each MoE layer, 1 to the number of experts.
         hardware: name of a shipped profile, path of a YAML file, or a profile.
+        knobs: parameters of the policy that differ from its defaults.
         shape: `trace` charges the sizes of the traced model; a name or a shape charges those of another model for
             the same routing.
         expert_dtype: number format of the experts, if not the shape's: bfloat16, fp8, int4, ...
         warmup_requests: first requests that are simulated, not counted, and serve as calibration split.
         staging_slots: GPU slots beyond the cache for experts in transit; None is twice the transfer chunk.
-        output: directory for summary.json, result.parquet, decisions.parquet and manifest.json, all or none of them;
-            with `per_layer` result.parquet has one row for each layer execution.
+        seed: for policies that draw random numbers.
+        output: directory for summary.json, result.parquet, decisions.parquet and manifest.json, all or none of them.
+        per_layer: let result.parquet have one row for each layer execution.
+        config: settings to keep in the manifest.
         progress: show a bar on stderr when it is a terminal.
 
     Raises:

@@ -29,7 +29,10 @@ def cache_dir() -> Path:
     for package in _SOURCES:
         for path in sorted((root / package).rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    base = os.environ.get("OLEDSIM_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oledsim"
+    base = (
+        os.environ.get("OLEDSIM_CACHE_DIR")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oledsim"
+    )
     return Path(base) / f"numba-{digest.hexdigest()[:16]}"
 
 

@@ -30,6 +30,7 @@ LAYER_COLUMNS: dict[str, type] = {
     "hits_end_ns": np.int64,  # kernel over the hits has run (t2 without hits)
     "cpu_end_ns": np.int64,  # CPU results are back (t2 without CPU experts)
     "end_ns": np.int64,
+    "link_busy_ns": np.int64,  # durations of the copies that landed during the execution, prefetches included
     # Prefetches, each counted in the execution during which the event happened
     "prefetch_issued": np.int32,
     "prefetch_started": np.int32,

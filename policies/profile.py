@@ -148,7 +148,9 @@ class HardwareProfile:
             not_negative |= {f"roofline.{key}": getattr(self.roofline, key) for key in ("kernel_ns", "cpu_start_ns")}
         for entry in self.shapes:
             where = f"shapes[{entry.hidden}x{entry.expert_intermediate}]"
-            not_negative |= {f"{where}.{key}": getattr(entry, key) for key in ("cpu_a_ns", "cpu_b0_ns", "cpu_b1_ns", "tail_ns")}
+            not_negative |= {
+                f"{where}.{key}": getattr(entry, key) for key in ("cpu_a_ns", "cpu_b0_ns", "cpu_b1_ns", "tail_ns")
+            }
             not_negative |= {f"{where}.n_ns": min(entry.n_ns), f"{where}.g_ns": min(entry.g_ns)}
         for key, value in positive.items():
             if not 0 < value < float("inf"):
@@ -169,7 +171,9 @@ class HardwareProfile:
             ProfileError: the profile has neither, or the trace does not know its model's sizes.
         """
         if not (shape.hidden and shape.expert_intermediate and shape.num_heads):
-            raise ProfileError("the trace does not know its model's sizes, so nothing can be timed; set shape=llada2.0-mini or another")
+            raise ProfileError(
+                "the trace does not know its model's sizes, so nothing can be timed; set shape=llada2.0-mini or another"
+            )
         entry = self._measured(shape, expert_bytes) or self._from_roofline(shape, expert_bytes)
         policy_ns = self.policy_ns.get(policy, self.policy_ns.get("default", 0.0))
         return Costs(
@@ -197,7 +201,10 @@ class HardwareProfile:
     def _from_roofline(self, shape: ModelShape, expert_bytes: int) -> ShapeCosts:
         rates = self.roofline
         if rates is None:
-            known = ", ".join(f"{s.hidden}x{s.expert_intermediate} at {s.expert_bytes} bytes" for s in self.shapes) or "none"
+            known = (
+                ", ".join(f"{s.hidden}x{s.expert_intermediate} at {s.expert_bytes} bytes" for s in self.shapes)
+                or "none"
+            )
             raise ProfileError(
                 f"{self.name}: not measured at {shape.hidden}x{shape.expert_intermediate} with {expert_bytes} bytes an expert; measured: {known}"
             )
@@ -220,7 +227,8 @@ class HardwareProfile:
             cpu_a_ns=rates.cpu_start_ns,
             cpu_b0_ns=expert_bytes * 1e9 / rates.cpu_bytes_per_s,
             cpu_b1_ns=2 * expert * 1e9 / rates.cpu_flops_per_s,
-            tail_ns=rates.kernels_per_tail * rates.kernel_ns + (dense + shape.vocab * shape.hidden) * NON_EXPERT_BYTES * gpu_byte_ns,
+            tail_ns=rates.kernels_per_tail * rates.kernel_ns
+            + (dense + shape.vocab * shape.hidden) * NON_EXPERT_BYTES * gpu_byte_ns,
         )
 
 

@@ -21,7 +21,7 @@ from simulator.link import Chunk, Copy, Link
 from simulator.slots import Slots
 from tracer.schema import ModelShape, Pass
 
-_COUNTS = [name for name in LAYER_COLUMNS if name.startswith("prefetch_")]
+_COUNTED = [name for name in LAYER_COLUMNS if name.startswith(("prefetch_", "link_busy"))]
 
 
 def simulate(
@@ -119,7 +119,7 @@ class _Run:
         gate_ns = layer_ns(self._costs, num_tokens, kv_len) + self._costs.gate_sync_ns
         for layer in range(self._shape.num_layers):
             # the row goes on counting prefetches until the next layer begins, after the forward's tail if need be
-            row: dict[str, Any] = shared | {"layer": layer} | dict.fromkeys(_COUNTS, 0)
+            row: dict[str, Any] = shared | {"layer": layer} | dict.fromkeys(_COUNTED, 0)
             self._layers.append(row)
             self._run_layer(step_at(forward, layer), gate_ns, row)
         self._wait(Stage.LAYER, self._costs.tail_ns)

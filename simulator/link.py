@@ -130,6 +130,7 @@ class Link:
     def _land(self) -> None:
         copy, self.current = self.current, None
         copy.end_ns = self._clock.now
+        self._slots.row["link_busy_ns"] += copy.end_ns - copy.start_ns
         if copy.is_prefetch:
             self._slots.land(copy.layer, copy.expert, is_promoted=copy.chunk is not None)
             self._count("landed")

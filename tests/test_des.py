@@ -81,6 +81,7 @@ def test_misses_by_hand(num_missed: int, end_ns: int) -> None:
     row = run_layer(range(2 + num_missed), residents={0: [0, 1]})
     assert row["end_ns"] == end_ns
     assert row["transfer_start_ns"] == [100 + 50 * i for i in range(num_missed)]
+    assert row["link_busy_ns"] == 50 * num_missed
 
 
 def test_kernels_run_one_after_the_other() -> None:

@@ -47,6 +47,7 @@ def layer_row(
         "hits_end_ns": start + 150,
         "cpu_end_ns": start + 100 + 70 * bool(on_cpu),
         "end_ns": start + 200,
+        "link_busy_ns": 10 * len(transfers),
         "hits": list(hits),
         "transfers": list(transfers),
         "transfer_loads": [load] * len(transfers),

@@ -61,7 +61,9 @@ class ModelShape:
         if not self.layer_ids or list(self.layer_ids) != sorted(set(self.layer_ids)):
             raise TraceError(f"layer_ids must be ascending and not empty, found {list(self.layer_ids)}")
         if not 1 <= self.top_k <= self.num_experts <= 65536:
-            raise TraceError(f"top_k {self.top_k} and num_experts {self.num_experts}: need 1 <= top_k <= num_experts <= 65536")
+            raise TraceError(
+                f"top_k {self.top_k} and num_experts {self.num_experts}: need 1 <= top_k <= num_experts <= 65536"
+            )
         if self.weight_dtype not in WEIGHT_BITS:
             raise TraceError(f"weight_dtype {self.weight_dtype!r}: allowed are {', '.join(WEIGHT_BITS)}")
 
@@ -110,7 +112,9 @@ class Signals:
     scores: NDArray[np.float64]  # [L, T, S] unbiased sigmoid
     input_norm: NDArray[np.float64]  # [L, T] Euclidean norm of the router input
     sketch: NDArray[np.float64]  # [T, 16] random projection of the input embedding
-    ahead_ids: NDArray[np.int64]  # [L, 3, T, 16] top experts by layer l+1, l+2, l+3's gate on layer l's router input; -1 where there is no such layer
+    ahead_ids: NDArray[
+        np.int64
+    ]  # [L, 3, T, 16] top experts by layer l+1, l+2, l+3's gate on layer l's router input; -1 where there is no such layer
 
 
 @dataclass(frozen=True, eq=False)
