@@ -24,7 +24,7 @@ from tracer.schema import TraceError
 from tracer.store import TraceReader
 
 MODEL = "proxy-tiny"
-NUM_PROMPTS = 8
+NUM_PROMPTS = 12
 POLICIES = ("full", "ondemand", "lru", "lfu", "prev_set", "oled", "ideal_free", "ideal_min")
 SIZES = (8, 16, 32)
 HARDWARE = "rtx5090"
@@ -94,10 +94,11 @@ def _step(command: str) -> None:
 def _paragraph(path: Path, table: pl.DataFrame) -> str:
     """What was run, and what it does not show."""
     row = table.row(0, named=True)
-    shape = TraceReader(path).metadata.shape
+    reader = TraceReader(path)
+    shape = reader.metadata.shape
     return (
         f"What this was: {MODEL}, a toy with {shape.num_layers} MoE layers of {shape.num_experts} experts, top "
-        f"{shape.top_k}, trained for the purpose, answered {NUM_PROMPTS} prompts that it had not seen in training, on "
+        f"{shape.top_k}, trained for the purpose, answered {reader.num_requests} prompts that it had not seen in training, on "
         f"this machine's CPU; each policy then replayed that routing in simulated time, {row['num_decode_forwards']} "
         f"decode forwards of {row['num_requests']} requests counted ({row['tokens_per_forward']:.2f} tokens a forward), "
         f"the first request being warm-up. Times are charged at the sizes of {SHAPE} on {HARDWARE}: a data-sheet "

@@ -41,7 +41,7 @@ STYLES = {
     "ondemand": Style(_GREY, "", ":"),
     "lru": Style(_BLUE, "o"),
     "lfu": Style(_ORANGE, "s"),
-    "prev_set": Style(_GREEN, "^"),
+    "prev_set": Style(_GREEN, "^", "--"),
     "oled": Style(_RED, "D"),
     "ideal_free": Style(_SKY, "v", "-."),
     "ideal_min": Style(_PURPLE, "P", "-."),

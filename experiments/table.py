@@ -102,7 +102,7 @@ def describe(row: Mapping[str, Any], swept: Sequence[str] = ()) -> list[str]:
     if "expert_bytes" in row:
         unit = _byte_unit(pl.Series([row["expert_bytes"]]))
         sizes = f"{row['charged_hidden']} x {row['charged_expert_intermediate']}"
-        parts.append(f"experts of {sizes}, {row['expert_bytes'] / _UNITS[unit]:.3g} {unit}")
+        parts.append(f"experts charged at {sizes}, {row['expert_bytes'] / _UNITS[unit]:.3g} {unit}")
     plural = "" if row["warmup"] == 1 else "s"
     parts.append(f"{row['warmup']} warm-up request{plural}")
     return [*parts, *(f"{key} {_plain(row[key])}" for key in swept)]

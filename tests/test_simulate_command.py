@@ -121,7 +121,7 @@ def test_costs_of_another_models_sizes(trace):
     assert mini["decision_hash"] == small["decision_hash"]
     assert mini["h2d_bytes"] / small["h2d_bytes"] == (2048 * 512) / (8 * 4)
     assert mini["h2d_bytes"] == 2 * half["h2d_bytes"]
-    assert "experts of 2048 x 512, 6.29 MB" in " ".join(out.split())
+    assert "experts charged at 2048 x 512, 6.29 MB" in " ".join(out.split())
 
 
 def test_one_row_for_each_layer_on_request(trace):
