@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -32,7 +31,7 @@ from omegaconf.errors import (
 
 from policies.contract import PlanError, PolicyError
 from policies.profile import ProfileError
-from tracer.schema import TraceError
+from tracer.schema import TraceError, choices
 
 ERROR_FILE = "error.json"
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: 1 shows tracebacks
@@ -91,12 +90,12 @@ def explain(error: BaseException) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        return f"{group}={name}: not known; {_choices(name, error.options)}"
+        return f"{group}={name}: not known; {choices(name, error.options)}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be read; must be key=value, with quotes around values that hold any of (){{}}[],=: or blanks"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and isinstance(cause.parent_node, DictConfig):
         keys = [str(key) for key in cause.parent_node if key != "hydra"]
-        return f"{cause.full_key}: no such key; {_choices(str(cause.key), keys)}"
+        return f"{cause.full_key}: no such key; {choices(str(cause.key), keys)}"
     if isinstance(cause, MissingMandatoryValue):
         return f"{cause.full_key}: must be given as {cause.full_key}=VALUE"
     if isinstance(cause, OmegaConfBaseException):
@@ -106,12 +105,6 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return " ".join(str(error).split())
-
-
-def _choices(name: str, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, allowed, 1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"{hint}allowed: {', '.join(allowed) or 'none'}"
 
 
 def _run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -15,7 +14,7 @@ from typing import Any
 import yaml
 
 from policies.profile import HardwareProfile, ProfileError, Roofline, ShapeCosts
-from tracer.schema import ModelShape, TraceError
+from tracer.schema import ModelShape, TraceError, choices
 
 
 def names(group: str) -> list[str]:
@@ -76,10 +75,8 @@ def _read(group: str, name_or_path: str | Path) -> dict[str, Any]:
         except OSError as error:
             raise ProfileError(f"{own}: cannot be read: {error.strerror}") from None
     else:
-        close = difflib.get_close_matches(str(name_or_path), names(group), 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
         raise ProfileError(
-            f"{group} {str(name_or_path)!r} is not known{hint} Allowed: {', '.join(names(group))}, or the path of a .yaml file"
+            f"{group} {str(name_or_path)!r}: not known; {choices(str(name_or_path), names(group))}, or the path of a .yaml file"
         )
     try:
         values = yaml.load(text, _NumberLoader)
@@ -106,9 +103,7 @@ def _record(kind: type, values: Any, where: str) -> Any:
     allowed = {field.name: field for field in fields(kind)}
     for key in values:
         if key not in allowed:
-            close = difflib.get_close_matches(str(key), allowed, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ProfileError(f"{where}: unknown key {key!r}{hint} Allowed: {', '.join(allowed)}")
+            raise ProfileError(f"{where}: unknown key {key!r}; {choices(str(key), allowed)}")
     missing = [
         name
         for name, field in allowed.items()

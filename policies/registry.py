@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
 from policies import full, ideal_free, ideal_min, lfu, lru, oled, ondemand, prev_set
 from policies.contract import Context, Policy, PolicyError
 from policies.knobs import variant_of
+from tracer.schema import choices
 
 # Each module has a dataclass Knobs and a function build(knobs, context) -> Policy. Its NamedTuples must differ from those
 # of other modules in name or in field types: numba dispatches calls from Python by these, and would do so slowly.
@@ -42,9 +42,7 @@ def build_policy(name: str, knobs: Mapping[str, Any] | object, context: Context)
         allowed = [field.name for field in fields(module.Knobs)]
         for key in knobs:
             if key not in allowed:
-                raise PolicyError(
-                    f"{name} has no knob {key!r}{_closest(key, allowed)}: allowed are {', '.join(allowed) or 'none'}"
-                )
+                raise PolicyError(f"{name} has no knob {key!r}; {choices(key, allowed)}")
         knobs = module.Knobs(**knobs)
     elif not isinstance(knobs, module.Knobs):
         raise PolicyError(f"{name} was given {type(knobs).__name__}, needs its own Knobs or a mapping")
@@ -58,10 +56,5 @@ def policy_module(name: str) -> ModuleType:
         PolicyError: there is no such policy.
     """
     if name not in POLICIES:
-        raise PolicyError(f"no policy {name!r}{_closest(name, list(POLICIES))}: allowed are {', '.join(POLICIES)}")
+        raise PolicyError(f"no policy {name!r}; {choices(name, POLICIES)}")
     return POLICIES[name]
-
-
-def _closest(word: str, allowed: list[str]) -> str:
-    close = get_close_matches(word, allowed, 1, 0.0)
-    return f" (closest: {close[0]})" if close else ""

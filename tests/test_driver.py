@@ -234,13 +234,13 @@ def test_variant_names_the_knobs_that_were_changed():
 @pytest.mark.parametrize(
     ("name", "knobs", "message"),
     [
-        ("lur", {}, r"no policy 'lur' \(closest: lru\): allowed are full, ondemand, lru,"),
+        ("lur", {}, r"no policy 'lur'; did you mean lru\? allowed: full, ondemand, lru,"),
         (
             "lru",
             {"lru_ordr": "id"},
-            r"lru has no knob 'lru_ordr' \(closest: lru_order\): allowed are lru_order, misses",
+            r"lru has no knob 'lru_ordr'; did you mean lru_order\? allowed: lru_order, misses",
         ),
-        ("full", {"misses": "h2d"}, "full has no knob 'misses': allowed are none"),
+        ("full", {"misses": "h2d"}, "full has no knob 'misses'; allowed: none"),
         ("lru", POLICIES["lfu"].Knobs(), "lru was given Knobs, needs its own Knobs or a mapping"),
     ],
 )

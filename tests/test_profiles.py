@@ -184,7 +184,7 @@ def test_what_is_not_a_profile_is_refused_by_key(changes, message):
 def test_missing_keys_and_files(tmp_path):
     with pytest.raises(ProfileError, match="mine: missing h2d_bytes_per_s"):
         profile_from_dict({k: v for k, v in MINIMAL.items() if k != "h2d_bytes_per_s"}, "mine")
-    with pytest.raises(ProfileError, match=r"'rtx5091' is not known; did you mean rtx5090\?"):
+    with pytest.raises(ProfileError, match=r"'rtx5091': not known; did you mean rtx5090\?"):
         load_profile("rtx5091")
     with pytest.raises(ProfileError, match="cannot be read: No such file"):
         load_profile(tmp_path / "none.yaml")

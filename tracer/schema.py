@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import IntEnum
 from typing import Any
 
@@ -22,6 +24,14 @@ class TraceError(ValueError):
     """A trace, or the model or prompts to be traced, is not what it must be; the message says where."""
 
 
+def choices(word: str, allowed: Iterable[str]) -> str:
+    """What a message says after a name that is not known: the closest one, if any is close, and all allowed."""
+    names = list(allowed)
+    close = get_close_matches(word, names, 1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{hint}allowed: {', '.join(names) or 'none'}"
+
+
 class ForwardKind(IntEnum):
     """What one forward pass did for one request; the Parquet column holds the lower-case name."""
 
@@ -38,7 +48,7 @@ class ModelShape:
 
     `layer_ids` are the true layer numbers of the MoE layers (LLaDA2.0-mini: 1 to 19); everywhere else a layer is
     the 0-based index into it. `gate_scale` is what the model multiplies normalised gates by (2.5 for LLaDA2.0).
-    The last five fields are 0 where an imported trace does not know them; costs at that shape are then refused.
+    Sizes from `hidden` on are 0 where an imported trace does not know them; costs at that shape are then refused.
     """
 
     layer_ids: tuple[int, ...]
@@ -64,6 +74,19 @@ class ModelShape:
             raise TraceError(
                 f"top_k {self.top_k} and num_experts {self.num_experts}: need 1 <= top_k <= num_experts <= 65536"
             )
+        for size in (
+            "hidden",
+            "expert_intermediate",
+            "num_shared_experts",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "vocab",
+            "dense_intermediate",
+            "num_dense_layers",
+        ):
+            if getattr(self, size) < 0:
+                raise TraceError(f"{size} is {getattr(self, size)}: must be at least 0")
         if self.weight_dtype not in WEIGHT_BITS:
             raise TraceError(f"weight_dtype {self.weight_dtype!r}: allowed are {', '.join(WEIGHT_BITS)}")
 
