@@ -1,6 +1,7 @@
 import json
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import torch
 from tracer import checkpoint, pretrain
 from tracer.corpus import documents, prompts
 from tracer.llada2 import LLaDA2
+from tracer.models import find_model
 from tracer.pretrain_batches import UNIT, batch_sizes, block_mask, draw_batch, encode_documents, pack
 from tracer.pretrain_configs import BLOCK_LENGTHS, CONFIGS, PretrainConfig, find_config
+from tracer.pretrain_scores import answer_each, answer_together, decode_settings, score
 from tracer.pretrain_step import Trainer, balance, learning_rate, masked_loss
 from tracer.schema import TraceError
 from tracer.tokenizer import load_tokenizer
@@ -251,7 +254,7 @@ def run(tmp_path_factory):
     pretrain.train(
         replace(MICRO, shares={"arithmetic": 1.0}),
         directory,
-        seconds=23,
+        seconds=8,
         device=torch.device("cpu"),
         report=lines.append,
         clock=clock,
@@ -261,15 +264,22 @@ def run(tmp_path_factory):
 
 def test_training_stops_at_its_limit_and_leaves_curve_and_checkpoint(run, model, prepared):
     directory, clock, lines = run
-    assert clock.now == 24  # one look a step after the limit begins; the one that saw the limit was the last
+    assert clock.now == 9  # two looks before the first step, one before each; the last saw the limit
     curve = [json.loads(line) for line in (directory / "loss.jsonl").read_text().splitlines()]
-    assert [point["step"] for point in curve] == list(range(1, 21))
-    assert curve[-1]["tokens"] == 20 * MICRO.batch_size * MICRO.context
+    assert [point["step"] for point in curve] == list(range(1, 7))
+    assert curve[-1]["tokens"] == 6 * MICRO.batch_size * MICRO.context
     assert [json.loads(line) for line in lines[1:]] == curve
     assert all(np.isfinite(point["loss"]) for point in curve)
     assert sorted(path.name for path in directory.iterdir()) == ["checkpoint", "loss.jsonl"]
     loaded = checkpoint.load(directory / "checkpoint", dtype=torch.float32)
     assert loaded.config.pad_token_id == load_tokenizer(directory / "checkpoint").eos_id
+
+
+def test_a_limit_that_preparation_uses_up_is_refused(tmp_path):
+    small = replace(MICRO, shares={"arithmetic": 1.0}, num_documents={"arithmetic": 10})
+    device = torch.device("cpu")
+    with pytest.raises(TraceError, match="time limit of 1 s: preparation alone took 1 s"):
+        pretrain.train(small, tmp_path, seconds=1, device=device, report=print, clock=CountingClock())
 
 
 def test_a_checkpoint_replaces_the_one_before_it(prepared, model, tmp_path):
@@ -284,9 +294,6 @@ def test_a_checkpoint_replaces_the_one_before_it(prepared, model, tmp_path):
 
 
 def test_configurations_are_checked():
-    assert set(CONFIGS) >= {"proxy-tiny"}
-    with pytest.raises(TraceError, match="config 'proxy-huge': allowed are proxy-tiny"):
-        find_config("proxy-huge")
     with pytest.raises(TraceError, match="workload 'poems'"):
         replace(MICRO, shares={"poems": 1.0})
     with pytest.raises(TraceError, match="context 100: must be a multiple of 64"):
@@ -300,6 +307,12 @@ def test_command_line_refuses_in_one_line(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: config 'nope': allowed are proxy-tiny")
     assert pretrain.main(["--evaluate", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+    used = ["--config", "proxy-tiny", "--minutes", "1", "--device", "cpu", "--out", str(Path(__file__).parent)]
+    assert pretrain.main(used) == 1
+    assert "is not empty; remove it or name another" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        pretrain.main(["--evaluate", "proxy-tiny", "--problems", "0"])
+    assert "--problems 0: must be at least 1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         pretrain.main(["--config", "proxy-tiny"])
     assert "give --config, --minutes and --out" in capsys.readouterr().err
@@ -310,19 +323,80 @@ def test_command_line_refuses_in_one_line(tmp_path, capsys):
 def test_grouped_experts_have_the_gradients_of_single_ones():
     config = find_config("proxy-tiny").model_config(768, 0)
     torch.manual_seed(0)
-    model = LLaDA2(config)
-    _, layer = next(model.moe_layers())
+    _, layer = next(LLaDA2(config).moe_layers())
     x = torch.randn(500, config.hidden_size)
     ids = torch.randint(8, 64, (500, 8))  # the first 8 experts stay idle
     weights = torch.rand(500, 8)
     gradients = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         experts = layer.experts.to(device, dtype)
-        given = x.to(device, dtype).requires_grad_()
         experts.zero_grad()
+        given = x.clone().to(device, dtype).detach().requires_grad_()
         experts(given, ids.to(device), weights.to(device)).float().square().sum().backward()
         gradients.append([value.grad.float().cpu() for value in (given, experts.w13, experts.w2)])
     for exact, grouped in zip(*gradients, strict=True):
         assert (exact - grouped).norm() < 0.03 * exact.norm()
     assert (gradients[1][1][:8] == 0).all()
     assert (gradients[1][2][:8] == 0).all()
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    directory = find_model("proxy-tiny")
+    return directory, checkpoint.load(directory, dtype=torch.float32), load_tokenizer(directory)
+
+
+def test_the_shipped_model_is_small_and_has_the_promised_shape(shipped):
+    directory, model, tokenizer = shipped
+    assert sum(path.stat().st_size for path in directory.iterdir()) <= 6_000_000
+    config = find_config("proxy-tiny")
+    assert model.config == config.model_config(config.vocab_size, tokenizer.eos_id)
+    shape = model.config.shape()
+    assert (shape.layer_ids, shape.num_experts, shape.top_k, shape.num_shared_experts) == ((1, 2, 3), 64, 8, 1)
+    assert tokenizer.vocab_size == model.config.vocab_size
+    for _, layer in model.moe_layers():
+        assert layer.gate.expert_bias.dtype == torch.float32
+        assert layer.gate.expert_bias.abs().max() > 0
+
+
+def test_the_shipped_model_answers_problems_it_never_saw(shipped):
+    _, model, tokenizer = shipped
+    problems = prompts("arithmetic", 20)
+    found = score(problems, lambda texts: answer_each(model, tokenizer, texts, decode_settings(tokenizer, 16)))
+    assert found.num_right >= 12
+    assert found.num_right_constant <= 2
+    assert sum(right for right, _ in found.right_by_operations.values()) == found.num_right
+    assert found.tokens_per_forward > 2
+
+
+@pytest.mark.parametrize("block_length", [1, 8, 32])
+def test_answers_in_one_batch_are_those_of_the_decode_loop(shipped, block_length):
+    _, model, tokenizer = shipped
+    texts = [document.prompt for document in prompts("arithmetic", 4, "demo")]
+    settings = decode_settings(tokenizer, block_length)
+    one_by_one, speed = answer_each(model, tokenizer, texts, settings)
+    together, speed_together = answer_together(model, tokenizer, texts, settings)
+    assert together == one_by_one
+    assert speed_together == pytest.approx(speed)
+
+
+def test_the_shipped_prompts_are_held_out(shipped):
+    directory, _, _ = shipped
+    lines = [json.loads(line) for line in (directory / "prompts.jsonl").read_text().splitlines()]
+    assert lines == [{"prompt": d.prompt, "answer": d.answer} for d in prompts("arithmetic", 12, "demo")]
+    assert not {line["prompt"] for line in lines} & {document.prompt for document in prompts("arithmetic", 200)}
+
+
+def test_the_model_card_holds_the_end_of_the_learning_curve(shipped):
+    directory, _, _ = shipped
+    curve = [json.loads(line) for line in (directory / "loss.jsonl").read_text().splitlines()]
+    card = (directory / "README.md").read_text()
+    for point in curve:
+        if "accuracy" in point:
+            assert f"| {point['step']} | {point['tokens'] / 1e6:.1f} | {point['loss']:.3f} |" in card
+
+
+def test_configurations_are_known_by_name(tmp_path):
+    assert set(CONFIGS) >= {"proxy-tiny"}
+    with pytest.raises(TraceError, match="config 'proxy-huge': allowed are proxy-tiny"):
+        find_config("proxy-huge")

@@ -19,6 +19,7 @@ from torch import Tensor
 from tracer import checkpoint
 from tracer.corpus import documents, prompts
 from tracer.llada2 import LLaDA2
+from tracer.models import find_model
 from tracer.pretrain_batches import Pool, draw_batch, encode_documents, pack
 from tracer.pretrain_configs import BLOCK_LENGTHS, CONFIGS, PretrainConfig, find_config
 from tracer.pretrain_scores import answer_each, answer_together, decode_settings, score, score_summary
@@ -78,32 +79,39 @@ def train(
 ) -> tuple[LLaDA2, Tokenizer]:
     """Train a model until the time is over, and write what there is as it comes.
 
-    Every step draws its own block length. The first step at or after the limit is not taken. The directory gets the
-    learning curve, a line at each hundredth of the time, and the checkpoint, again at each tenth.
+    Every step draws its own block length. No step begins at or after the limit. The directory gets the learning
+    curve, a line at each hundredth of the time, and the checkpoint, again at each tenth.
 
     Args:
         config: what to train.
-        directory: made if need be.
+        directory: must not exist, or be empty.
         seconds: limit of the whole call, preparation of the corpus included.
         device: bfloat16 weights are used on CUDA, fp32 elsewhere.
         report: takes lines of progress.
         clock: seconds that have passed since some fixed time.
+
+    Raises:
+        TraceError: the directory holds something, or the preparation alone takes all the time.
     """
     began = clock()
     directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise TraceError(f"{directory}: is not empty; remove it or name another")
     torch.manual_seed(config.seed)
     tokenizer, pools = prepare(config)
     pools = {workload: pool.to(device) for workload, pool in pools.items()}
     model = LLaDA2(config.model_config(config.vocab_size, tokenizer.eos_id)).to(device)
     trainer = Trainer(model.to(_dtype(device)), config)
-    report(f"{config.name}: {model.num_parameters():,} parameters, {clock() - began:.0f} s of preparation")
-    start = clock()
-    limit = began + seconds
+    start, limit = clock(), began + seconds
+    if start >= limit:
+        raise TraceError(f"time limit of {seconds:.0f} s: preparation alone took {start - began:.0f} s")
+    report(f"{config.name}: {model.num_parameters():,} parameters, {start - began:.0f} s of preparation")
     with (directory / CURVE_FILE).open("w", encoding="utf-8") as curve:
-        for line in _train(trainer, tokenizer, pools, directory, lambda: (clock() - start) / (limit - start)):
-            curve.write(json.dumps(line) + "\n")
+        for point in _train(trainer, tokenizer, pools, directory, lambda: (clock() - start) / (limit - start)):
+            line = json.dumps(point)
+            curve.write(line + "\n")
             curve.flush()
-            report(json.dumps(line))
+            report(line)
     save(model, tokenizer, directory / CHECKPOINT)
     return model, tokenizer
 
@@ -117,29 +125,35 @@ def _train(
     noise = torch.Generator(model.device).manual_seed(config.seed)
     quick = prompts("arithmetic", _NUM_QUICK_PROBLEMS) if "arithmetic" in config.shares else []
     settings = decode_settings(tokenizer, _QUICK_BLOCK_LENGTH)
-    num_steps, points, saves = 0, 0, 1
-    sums: dict[str, Tensor] = {}
-    steps_summed = 0
+    measured: list[dict[str, Tensor]] = []  # since the last point; on the device, so that no step waits for them
+    num_steps, next_point, next_save = 0, 0.0, 1 / _NUM_CHECKPOINTS
     while (share := elapsed()) < 1:
         block_length = BLOCK_LENGTHS[int(torch.randint(len(BLOCK_LENGTHS), (1,), generator=block_lengths))]
         batch = draw_batch(pools, config, block_length, tokenizer.mask_id, noise)
-        rate = learning_rate(config, share)
-        for name, value in trainer.step(batch, rate).items():
-            sums[name] = sums.get(name, 0) + value
+        measured.append(trainer.step(batch, learning_rate(config, share)))
         num_steps += 1
-        steps_summed += 1
-        if share * _NUM_CURVE_POINTS < points:
+        if share < next_point:
             continue
-        point = {"step": num_steps, "tokens": num_steps * config.batch_size * config.context, "share": round(share, 4)}
-        point |= {name: round(float(value) / steps_summed, 4) for name, value in sums.items()}
-        points, sums, steps_summed = int(share * _NUM_CURVE_POINTS) + 1, {}, 0
-        if share * _NUM_CHECKPOINTS >= saves:
-            saves = int(share * _NUM_CHECKPOINTS) + 1
+        point = _curve_point(config, num_steps, share, measured)
+        measured = []
+        next_point = (int(share * _NUM_CURVE_POINTS) + 1) / _NUM_CURVE_POINTS
+        if share >= next_save:
+            next_save = (int(share * _NUM_CHECKPOINTS) + 1) / _NUM_CHECKPOINTS
             save(model, tokenizer, directory / CHECKPOINT)
             if quick:
                 found = score(quick, lambda texts: answer_together(model, tokenizer, texts, settings))
                 point |= {"accuracy": found.accuracy, "tokens_per_forward": round(found.tokens_per_forward, 3)}
         yield point
+    if measured:
+        yield _curve_point(config, num_steps, 1.0, measured)
+
+
+def _curve_point(
+    config: PretrainConfig, num_steps: int, share: float, measured: list[dict[str, Tensor]]
+) -> dict[str, Any]:
+    means = {name: round(float(torch.stack([step[name] for step in measured]).mean()), 4) for name in measured[0]}
+    num_tokens = num_steps * config.batch_size * config.context
+    return {"step": num_steps, "tokens": num_tokens, "share": round(share, 4), **means}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -150,14 +164,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="directory for the checkpoint, the learning curve and the scores")
     parser.add_argument("--seed", type=int, help="instead of the configuration's")
     parser.add_argument("--batch-size", type=int, help="sequences of a step, instead of the configuration's")
-    parser.add_argument("--evaluate", type=Path, metavar="DIR", help="score this checkpoint instead of training one")
+    parser.add_argument(
+        "--evaluate", metavar="DIR", help="score this checkpoint, or shipped model, instead of training"
+    )
     parser.add_argument("--problems", type=int, default=200, help="held-out word problems to score on")
     parser.add_argument("--block-length", type=int, nargs="+", default=[16], help="block lengths to score at")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     if not options.evaluate and not (options.config and options.minutes and options.out):
         parser.error("give --config, --minutes and --out to train, or --evaluate to score a checkpoint")
+    if options.problems < 1:
+        parser.error(f"--problems {options.problems}: must be at least 1")
     try:
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise TraceError("device cuda: there is none here; cpu is allowed")
         if options.evaluate:
             _evaluate(options)
         else:
@@ -170,8 +190,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _evaluate(options: argparse.Namespace) -> None:
     device = torch.device(options.device)
-    model = checkpoint.load(options.evaluate, device=device, dtype=_dtype(device))
-    tokenizer = load_tokenizer(options.evaluate)
+    directory = find_model(options.evaluate)
+    model = checkpoint.load(directory, device=device, dtype=_dtype(device))
+    tokenizer = load_tokenizer(directory)
     for block_length in options.block_length:
         print(json.dumps(score_summary(model, tokenizer, options.problems, block_length, answer_each)), flush=True)
 

@@ -73,7 +73,8 @@ class Trainer:
             group["lr"] = learning_rate
         self._optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(self._weights, self._masters)
+            for weight, master in zip(self._weights, self._masters, strict=True):
+                weight.copy_(master)
         highest = balance(self.model, self._observer.loads, self.config.bias_rate)
         return {"loss": loss.detach(), "grad_norm": grad_norm, "max_load_ratio": highest}
 
