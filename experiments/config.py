@@ -52,7 +52,7 @@ class Simulate:
 
     trace: str = MISSING  # name of a shipped trace, or a path
     policy: Any = MISSING  # group: a policy with its knobs
-    hardware: Hardware = MISSING  # group: a machine; `path` names an own file
+    hardware: Hardware = MISSING  # pyright: ignore[reportInvalidTypeForm]  # group: a machine; `path` names an own file
     shape: Any = MISSING  # group: whose sizes are charged
     cache: Cache = field(default_factory=Cache)
     expert_dtype: str | None = None  # number format of the experts, if not the shape's

@@ -25,7 +25,7 @@ def _ratio(numerator: float, denominator: float) -> float | None:
 
 
 def _sum(forwards: pl.DataFrame, column: str) -> float:
-    return decode(forwards)[column].sum()
+    return float(decode(forwards)[column].sum())
 
 
 def tpot_ms(forwards: pl.DataFrame) -> float | None:

@@ -144,7 +144,7 @@ def _checked(value: Any, type_name: str, where: str) -> Any:
         if len(items) == 3 and all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in items):
             return items
         raise ProfileError(f"{where} is {value!r}, must be three numbers [a, b, c]")
-    if type_name == "Mapping[str, float]":
+    if type_name == "Mapping[str, float]" and isinstance(value, Mapping):
         for name, item in value.items():
             _checked(item, "float", f"{where}.{name}")
     return value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
@@ -41,7 +43,8 @@ class ForwardTable:
         self._warmup_requests, self._policy_ns, self._is_global = warmup_requests, policy_ns, is_global
         self._seen: dict[int, None] = {}  # requests in order of appearance
         self._frames: list[pl.DataFrame] = []
-        self._last: tuple[NDArray[np.bool_], NDArray[np.bool_]] | None = None  # kept transfers, transferred: [L, E]
+        nothing = np.zeros((num_layers, num_experts), bool)
+        self._last = nothing, nothing  # transfers that were kept, and all, of each layer's last execution
         self._hash = DecisionHash()
 
     def add(self, chunk: LogChunk) -> None:
@@ -51,7 +54,9 @@ class ForwardTable:
             return
         warmup = self._warmup(forwards.lists["requests"])
         self._hash.update(layers, np.repeat(~warmup, self._num_layers))
-        columns = {name: forwards.scalars[name] for name in ("forward", "pass_id", "start_ns", "end_ns")}
+        columns: dict[str, Any] = {
+            name: forwards.scalars[name] for name in ("forward", "pass_id", "start_ns", "end_ns")
+        }
         columns["kind"] = [ForwardKind(kind).name.lower() for kind in forwards.scalars["kind"]]
         columns["time_ns"] = forwards.scalars["end_ns"] - forwards.scalars["start_ns"]
         columns["warmup"] = warmup
@@ -126,8 +131,6 @@ class ForwardTable:
             rows, experts = rows[own], experts[own] % self._num_experts
         retained[rows, experts] = True
         kept = retained & transferred
-        if self._last is None:
-            self._last = (np.zeros((self._num_layers, self._num_experts), bool),) * 2
         previous_kept = np.concatenate([self._last[0], kept[: -self._num_layers]])
         previous_transferred = np.concatenate([self._last[1], transferred[: -self._num_layers]])
         self._last = (kept[-self._num_layers :], transferred[-self._num_layers :])

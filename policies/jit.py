@@ -6,7 +6,7 @@ import hashlib
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -45,7 +45,7 @@ def jit(function: Function) -> Function:
     before = numba.config.CACHE_DIR  # type: ignore[attr-defined]
     numba.config.CACHE_DIR = str(cache_dir())  # type: ignore[attr-defined]
     try:
-        compiled: Any = numba.njit(cache=True)(function)
+        compiled: Any = numba.njit(cache=True)(cast(Any, function))
     finally:
         numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
     return compiled

@@ -157,7 +157,7 @@ class DecisionHash:
     def update(self, layers: Table, counted: Iterable[bool]) -> None:
         """Add the rows of a chunk for which `counted` is true."""
         scalars, lists = layers.scalars, layers.lists
-        for row in np.flatnonzero(np.asarray(counted)):
+        for row in np.flatnonzero(np.asarray(counted)).tolist():
             pairs = np.stack([lists["prefetch_layers"][row], lists["prefetch_experts"][row]], axis=1)
             parts = [[scalars["request"][row], scalars["forward"][row], scalars["layer"][row], len(lists["hits"][row])]]
             for name in ("transfers", "on_cpu", "retained"):

@@ -176,22 +176,28 @@ class HardwareProfile:
             )
         entry = self._measured(shape, expert_bytes) or self._from_roofline(shape, expert_bytes)
         policy_ns = self.policy_ns.get(policy, self.policy_ns.get("default", 0.0))
+        n_a_ns, n_b_ns, n_c_ns = map(float, entry.n_ns)
+        g_a_ns, g_b_ns, g_c_ns = map(float, entry.g_ns)
         return Costs(
-            *map(float, entry.n_ns),
-            *map(float, entry.g_ns),
-            float(self.h2d_latency_ns),
-            float(self.h2d_bytes_per_s),
-            int(expert_bytes),
-            float(entry.cpu_a_ns),
-            float(entry.cpu_b0_ns),
-            float(entry.cpu_b1_ns),
-            round_half_up(float(self.cpu_roundtrip_ns)),
-            round_half_up(float(entry.tail_ns)),
-            round_half_up(float(self.gate_sync_ns)),
-            round_half_up(float(policy_ns)),
-            float(self.h2d_slowdown),
-            float(self.cpu_slowdown),
-            int(self.transfer_chunk),
+            n_a_ns=n_a_ns,
+            n_b_ns=n_b_ns,
+            n_c_ns=n_c_ns,
+            g_a_ns=g_a_ns,
+            g_b_ns=g_b_ns,
+            g_c_ns=g_c_ns,
+            h2d_latency_ns=float(self.h2d_latency_ns),
+            h2d_bytes_per_s=float(self.h2d_bytes_per_s),
+            expert_bytes=int(expert_bytes),
+            cpu_a_ns=float(entry.cpu_a_ns),
+            cpu_b0_ns=float(entry.cpu_b0_ns),
+            cpu_b1_ns=float(entry.cpu_b1_ns),
+            cpu_roundtrip_ns=round_half_up(float(self.cpu_roundtrip_ns)),
+            tail_ns=round_half_up(float(entry.tail_ns)),
+            gate_sync_ns=round_half_up(float(self.gate_sync_ns)),
+            policy_ns=round_half_up(float(policy_ns)),
+            h2d_slowdown=float(self.h2d_slowdown),
+            cpu_slowdown=float(self.cpu_slowdown),
+            transfer_chunk=int(self.transfer_chunk),
         )
 
     def _measured(self, shape: ModelShape, expert_bytes: int) -> ShapeCosts | None:

@@ -38,9 +38,9 @@ class Residents:
         check_start(resident, capacity, policy, shape, slots)
         self.resident, self.capacity = resident.copy(), capacity.copy()
         self.in_flight = np.zeros_like(self.resident)
-        self._shown = tuple(_read_only(array) for array in (self.resident, self.in_flight, self.capacity))
+        self._shown = _read_only(self.resident), _read_only(self.in_flight), _read_only(self.capacity)
 
-    def of_pool(self, layer: int, experts: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def of_pool(self, layer: int, experts: NDArray[Any]) -> NDArray[Any]:
         """The part of an [L, E] array that is the pool of a layer: [E], or [L * E] where the pool is global."""
         return experts.reshape(-1) if self._policy.pool == "global" else experts[layer]
 
@@ -55,7 +55,8 @@ class Residents:
 
     def view(self, layer: int) -> View:
         """What the policy is shown now. Its arrays cannot be written to, and change when the residents do."""
-        return View(*self._shown, self.free_slots(layer), self._estimates)
+        resident, in_flight, capacity = self._shown
+        return View(resident, in_flight, capacity, self.free_slots(layer), self._estimates)
 
     def place(self, step: Step) -> None:
         """Before the gate: let a policy that may do so place the layer's experts at no cost."""

@@ -14,7 +14,7 @@ from tracer.schema import ModelShape, Pass, TraceError
 class Forward(NamedTuple):
     """One pass as policies may see it: its Steps and its End are cut from these read-only arrays."""
 
-    index: int  # of the pass in the run, from 0
+    number: int  # of the pass in the run, from 0
     kind: int  # ForwardKind of the pass
     expert_ids: NDArray[np.int64]  # [L, T, K]
     gates: NDArray[np.float64]  # [L, T, K]
@@ -29,7 +29,7 @@ class Forward(NamedTuple):
 def step_at(forward: Forward, layer: int) -> Step:
     """What exists at the gate of one layer; in the numba subset."""
     return Step(
-        forward.index,
+        forward.number,
         layer,
         forward.kind,
         forward.expert_ids[layer],
@@ -44,7 +44,7 @@ def step_at(forward: Forward, layer: int) -> Step:
 
 def end_of(forward: Forward) -> End:
     """What exists after the last layer; in the numba subset."""
-    return End(forward.index, forward.kind, forward.request, forward.block, forward.own_confidence)
+    return End(forward.number, forward.kind, forward.request, forward.block, forward.own_confidence)
 
 
 def count_load(expert_ids: NDArray[np.int64], num_experts: int) -> NDArray[np.int64]:
@@ -78,7 +78,7 @@ class Steps:
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
-        self._index = 0
+        self._number = 0
         self._last: dict[int, tuple[int, NDArray[np.int64], NDArray[np.float64]]] = {}  # block, positions, confidence
 
     def read(self, pass_: Pass) -> Forward:
@@ -90,7 +90,7 @@ class Steps:
         self._check(pass_)
         own = read_confidence(pass_)
         forward = Forward(
-            self._index,
+            self._number,
             int(pass_.kind),
             _frozen(pass_.expert_ids, np.int64),
             _frozen(pass_.gates, np.float64),
@@ -101,7 +101,7 @@ class Steps:
             _frozen(pass_.token_requests(pass_.blocks), np.int64),
             _frozen(pass_.token_requests(pass_.iterations), np.int64),
         )
-        self._index += 1
+        self._number += 1
         return forward
 
     def _check(self, pass_: Pass) -> None:

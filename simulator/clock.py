@@ -36,6 +36,11 @@ class Moment(simpy.Event):
 class Clock(simpy.Environment):
     """A SimPy environment whose events all have a Stage."""
 
+    @property
+    def now_ns(self) -> int:
+        """Time since the start of the run."""
+        return self._now  # type: ignore[return-value]  # SimPy allows fractions, we never schedule any
+
     def at(self, stage: Stage, delay_ns: int = 0, then: Callable[[], None] | None = None) -> Moment:
         """Schedule a moment, and what is done in it."""
         moment = Moment(self, stage, delay_ns)

@@ -106,10 +106,10 @@ class _Run:
             yield LogChunk(self._layers.build(), self._forwards.build())
 
     def _run_forward(self, pass_: Pass, forward: Forward) -> None:
-        start_ns = self._clock.now
+        start_ns = self._clock.now_ns
         num_tokens, kv_len = int(pass_.num_tokens.sum()), int(pass_.kv_lens.sum())
         shared = {
-            "forward": forward.index,
+            "forward": forward.number,
             "pass_id": pass_.pass_id,
             "request": int(pass_.requests.min()),
             "kind": forward.kind,
@@ -126,11 +126,11 @@ class _Run:
         self._slots.boundary(end_of(forward))
         self._forwards.append(
             {
-                "forward": forward.index,
+                "forward": forward.number,
                 "pass_id": pass_.pass_id,
                 "kind": forward.kind,
                 "start_ns": start_ns,
-                "end_ns": self._clock.now,
+                "end_ns": self._clock.now_ns,
                 "requests": pass_.requests,
                 "blocks": pass_.blocks,
                 "iterations": pass_.iterations,
@@ -139,7 +139,7 @@ class _Run:
         )
 
     def _run_layer(self, step: Step, gate_ns: int, row: dict[str, Any]) -> None:
-        row["start_ns"] = self._clock.now
+        row["start_ns"] = self._clock.now_ns
         self._slots.begin(step.layer, row)
         dropped = self._link.drop(step.layer)
         self._wait(Stage.LAYER, gate_ns)
@@ -153,7 +153,7 @@ class _Run:
         transfers = reading.transfers
         row["transfer_start_ns"] = [copy.start_ns for copy in transfers]
         row["transfer_end_ns"] = [copy.end_ns for copy in transfers]
-        row["end_ns"] = self._clock.now
+        row["end_ns"] = self._clock.now_ns
 
     def _read(self, step: Step, dropped: set[int], row: dict[str, Any]) -> _Reading:
         """Read residents and the copy in flight at the gate, and let the policy plan; until it acts no copy starts."""
@@ -197,15 +197,15 @@ class _Run:
     def _act(self, reading: _Reading, row: dict[str, Any]) -> Moment:
         """Put the plan into effect; returns when the CPU's results are back."""
         plan, slots, clock, link = reading.plan, self._slots, self._clock, self._link
-        row["plan_ns"] = clock.now
+        row["plan_ns"] = clock.now_ns
         if plan.clear_prefetches:
             link.clear()
         slots.retain(reading.at_gate, plan.retained, [copy.expert for copy in reading.demands])
         num_tokens = int(reading.step.load[plan.on_cpu].sum())
         batch_ns = self._cpu_batch_ns(len(plan.on_cpu), num_tokens, len(reading.chunks) > 0)
         cpu_ns = batch_ns + self._costs.cpu_roundtrip_ns if len(plan.on_cpu) else 0
-        row["cpu_end_ns"] = clock.now + cpu_ns
-        link.is_held, link.slow_until_ns = False, clock.now + batch_ns
+        row["cpu_end_ns"] = clock.now_ns + cpu_ns
+        link.is_held, link.slow_until_ns = False, clock.now_ns + batch_ns
         link.demand(reading.demands)
         if len(plan.prefetches):
             # a policy may reuse its arrays before they are issued
@@ -216,7 +216,7 @@ class _Run:
     def _run_groups(self, reading: _Reading, row: dict[str, Any]) -> None:
         """Run the kernel over the hits, then one over each chunk of transfers when it has landed."""
         self._wait(Stage.RAN, self._kernel_ns(len(reading.hits), row["hit_tokens"]))
-        row["hits_end_ns"] = self._clock.now
+        row["hits_end_ns"] = self._clock.now_ns
         self._slots.used(reading.hits)
         self._link.wake()
         for chunk in reading.chunks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +69,8 @@ class Link:
     def issue(self, prefetches: NDArray[np.int64], priority: NDArray[np.float64]) -> None:
         """Queue prefetches of (layer, expert), [N, 2], with a pair of priorities each, [N, 2]."""
         for pair, target in zip(priority.tolist(), prefetches.tolist(), strict=True):
-            self._queue.append((*pair, self._num_issued, *target))
+            (first, second), (layer, expert) = pair, target
+            self._queue.append((first, second, self._num_issued, layer, expert))
             self._num_issued += 1
         self._queue.sort(reverse=True)
         self._count("issued", len(prefetches))
@@ -115,7 +117,8 @@ class Link:
             if has_slot and not self._slots.has_room:
                 return  # a demand copy has borrowed the free slot; its kernel's end will wake the link
             self._queue.pop()
-            if has_slot or (is_needed and self._slots.give_way(layer, expert, self._score)):
+            # without a score a plan that prefetches was refused
+            if has_slot or (is_needed and self._slots.give_way(layer, expert, self._score)):  # pyright: ignore[reportArgumentType]
                 self._slots.reserve(layer, expert)
                 self._count("started")
                 self._start(Copy(layer, expert, is_prefetch=True))
@@ -123,13 +126,14 @@ class Link:
             self._count("dropped_victim")
 
     def _start(self, copy: Copy) -> None:
-        now = self._clock.now
-        copy.start_ns, self.current = now, copy
-        self._clock.at(Stage.LAND, self._slow_copy_ns if now < self.slow_until_ns else self._copy_ns, self._land)
+        now_ns = self._clock.now_ns
+        copy.start_ns, self.current = now_ns, copy
+        copy_ns = self._slow_copy_ns if now_ns < self.slow_until_ns else self._copy_ns
+        self._clock.at(Stage.LAND, copy_ns, partial(self._land, copy))
 
-    def _land(self) -> None:
-        copy, self.current = self.current, None
-        copy.end_ns = self._clock.now
+    def _land(self, copy: Copy) -> None:
+        self.current = None
+        copy.end_ns = self._clock.now_ns
         self._slots.row["link_busy_ns"] += copy.end_ns - copy.start_ns
         if copy.is_prefetch:
             self._slots.land(copy.layer, copy.expert, is_promoted=copy.chunk is not None)

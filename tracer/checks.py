@@ -237,10 +237,10 @@ def check_rows(group: Group, metadata: TraceMetadata) -> Iterator[Finding]:
     routing, num_experts = group.routing, metadata.shape.num_experts
     ids = routing["expert_ids"]
     in_range = f"0 to {num_experts - 1}"
-    outside = (ids >= num_experts).any(axis=1)
+    outside = np.any(ids >= num_experts, axis=1)
     yield from found_at(outside, routing, "expert id out of range", in_range, lambda row: int(ids[row].max()))
     if metadata.shape.top_k > 1:
-        zero = (ids == 0).all(axis=1)
+        zero = np.all(ids == 0, axis=1)
         yield from found_at(
             zero,
             routing,
@@ -248,10 +248,10 @@ def check_rows(group: Group, metadata: TraceMetadata) -> Iterator[Finding]:
             f"{metadata.shape.top_k} different experts",
             lambda row: ids[row].tolist(),
         )
-        unsorted = (ids[:, 1:] <= ids[:, :-1]).any(axis=1) & ~zero
+        unsorted = np.any(ids[:, 1:] <= ids[:, :-1], axis=1) & ~zero
         ordered = np.sort(ids[unsorted], axis=1)
         twice = unsorted.copy()
-        twice[unsorted] = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
+        twice[unsorted] = np.any(ordered[:, 1:] == ordered[:, :-1], axis=1)
         yield from found_at(
             twice,
             routing,
@@ -271,8 +271,8 @@ def _check_gates(routing: Columns, gate_dtype: str) -> Iterator[Finding]:
     gates = routing["gates"]
     proper = np.ones(gates.shape[0], bool)
     if gate_dtype != "uint8":
-        finite = np.isfinite(gates).all(axis=1)
-        negative = (gates < 0).any(axis=1)
+        finite = np.all(np.isfinite(gates), axis=1)
+        negative = np.any(gates < 0, axis=1)
         yield from found_at(~finite, routing, "gate not finite", "finite gates", lambda row: gates[row].tolist())
         yield from found_at(negative, routing, "gate negative", "0 or more", lambda row: gates[row].tolist())
         proper = finite & ~negative
@@ -295,13 +295,13 @@ def _check_signals(routing: Columns, signals: Columns, metadata: TraceMetadata) 
     in_range = f"0 to {shape.num_experts - 1}"
     for name in ("score_ids", *AHEAD_COLUMNS):
         ids = signals[name]
-        outside = (ids >= shape.num_experts).any(axis=1)
+        outside = np.any(ids >= shape.num_experts, axis=1)
         yield from found_at(
             outside, signals, f"{name} out of range", in_range, lambda row, ids=ids: int(ids[row].max())
         )
     scores = signals["scores"]
     if metadata.gate_dtype != "uint8":
-        wrong = ~((scores >= 0) & (scores <= 1)).all(axis=1)
+        wrong = ~np.all((scores >= 0) & (scores <= 1), axis=1)
         yield from found_at(wrong, signals, "score out of range", "0 to 1", lambda row: scores[row].tolist())
     norm = signals["input_norm"]
     wrong = ~(np.isfinite(norm) & (norm >= 0))

@@ -127,14 +127,15 @@ def _code(split: str) -> Iterator[Document]:
         queue = [node for node in tree.body if isinstance(node, definitions)]
         while queue:
             node = queue.pop(0)
-            if isinstance(node, ast.ClassDef) and node.end_lineno - node.lineno >= _CODE_LINES.stop:
+            last = node.end_lineno or node.lineno
+            if isinstance(node, ast.ClassDef) and last - node.lineno >= _CODE_LINES.stop:
                 queue.extend(child for child in node.body if isinstance(child, definitions))
                 continue
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            head = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
-            if node.end_lineno - first + 1 not in _CODE_LINES or not first <= head < node.end_lineno:
+            head = (node.body[0].end_lineno or 0) if ast.get_docstring(node) else node.body[0].lineno - 1
+            if last - first + 1 not in _CODE_LINES or not first <= head < last:
                 continue
-            source = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
+            source = textwrap.dedent("\n".join(lines[first - 1 : last]))
             if not _parses(source):  # a text of several lines inside it may keep the rest from moving left
                 continue
             cut = len("\n".join(source.splitlines()[: head - first + 1]).rstrip())

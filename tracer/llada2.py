@@ -239,9 +239,9 @@ class LLaDA2(nn.Module):
 
     def moe_layers(self) -> Iterator[tuple[int, MoeLayer]]:
         """True number and MoE part of each MoE layer, in order."""
-        for layer in self.layers:
+        for layer_id, layer in enumerate(self.layers):
             if isinstance(layer.mlp, MoeLayer):
-                yield layer.layer_id, layer.mlp
+                yield layer_id, layer.mlp
 
     def num_parameters(self) -> int:
         """Trained numbers; expert biases, which are buffers, are not counted."""
@@ -302,6 +302,6 @@ class LLaDA2(nn.Module):
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, mask, cache, observer)
-        if commit:
+        if cache is not None and commit:
             cache.length += token_ids.shape[1]
         return self.lm_head(self.norm(hidden)).float()

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tracer.llada2_config import LLaDA2Config
 
-_grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # private before torch 2.10
+_grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]  # private before 2.10
 
 
 class Routing(NamedTuple):

@@ -91,7 +91,7 @@ def problems(seed: int) -> Iterator[Problem]:
         template = rng.randrange(len(TEMPLATES))
         operations, text = TEMPLATES[template]
         largest = [LARGEST_OPERAND] + [LARGEST_MULTIPLIER if sign == "*" else LARGEST_OPERAND for sign in operations]
-        worked = None
+        operands, worked = (), None
         while worked is None:
             operands = tuple(rng.randint(SMALLEST_OPERAND, high) for high in largest)
             worked = worked_solution(operations, operands)

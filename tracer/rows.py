@@ -173,7 +173,7 @@ def _check_routing(ids: NDArray[np.int64], gates: NDArray[np.float64], keys: Col
 
     last = shape.num_experts - 1
     refuse((ids[:, 0] < 0) | (ids[:, -1] > last), "expert ids", ids, f"allowed is 0 to {last}")
-    refuse(~(np.isfinite(gates) & (gates >= 0)).all(axis=1), "gates", gates, "allowed are finite ones, 0 or more")
+    refuse(~np.all(np.isfinite(gates) & (gates >= 0), axis=1), "gates", gates, "allowed are finite ones, 0 or more")
     total = gates.sum(axis=1)
     refuse(np.abs(total - 1) > INPUT_SUM_TOLERANCE, "gates with the sum", total, f"must be 1 ± {INPUT_SUM_TOLERANCE:g}")
 

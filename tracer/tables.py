@@ -156,7 +156,7 @@ def to_arrow(columns: tuple[Column, ...], arrays: Mapping[str, NDArray[Any]]) ->
         if column.stored == _KIND_TYPE:
             built.append(pa.DictionaryArray.from_arrays(pa.array(values, pa.int32()), pa.array(KIND_NAMES)))
         elif column.width:
-            whole = np.ones(len(values), bool) if null is None else ~null.all(axis=1)
+            whole = np.ones(len(values), bool) if null is None else ~np.all(null, axis=1)
             flat = pa.array(values[whole].reshape(-1).astype(_NUMPY[column.stored], copy=False))
             built.append(_lists(column, flat, whole))
         else:
@@ -193,7 +193,7 @@ def _array(column: Column, data: pa.Array) -> NDArray[Any]:
         raise TraceError(f"column {column.name} holds {data.null_count} nulls; each row needs a value")
     present = data.drop_null() if data.null_count else data
     if column.width:
-        lengths = pc.list_value_length(present).to_numpy(zero_copy_only=False)
+        lengths = pc.list_value_length(present).to_numpy(zero_copy_only=False)  # pyright: ignore[reportAttributeAccessIssue]
         if (lengths != column.width).any():
             raise TraceError(f"column {column.name} holds lists of other lengths than {column.width}")
         present = present.flatten()
@@ -212,9 +212,9 @@ def _array(column: Column, data: pa.Array) -> NDArray[Any]:
 
 def _kinds(data: pa.Array) -> NDArray[np.int8]:
     names = data.cast(pa.string())
-    codes = pc.index_in(names, pa.array(KIND_NAMES))
+    codes = pc.index_in(names, pa.array(KIND_NAMES))  # pyright: ignore[reportAttributeAccessIssue]
     if codes.null_count:
-        unknown = sorted({str(name) for name in pc.unique(names.filter(codes.is_null())).to_pylist()})
+        unknown = sorted({str(name) for name in pc.unique(names.filter(codes.is_null())).to_pylist()})  # pyright: ignore[reportAttributeAccessIssue]
         raise TraceError(f"column kind holds {', '.join(unknown)}; allowed are {', '.join(KIND_NAMES)}")
     return codes.to_numpy().astype(np.int8)
 
