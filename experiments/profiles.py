@@ -6,14 +6,16 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from datetime import date
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from policies.profile import HardwareProfile, ProfileError, Roofline, ShapeCosts
+from policies.profile import HardwareProfile, ProfileError
 from tracer.schema import ModelShape, TraceError, choices
 
 
@@ -38,25 +40,12 @@ def load_shape(name: str) -> ModelShape:
 
 def profile_from_dict(values: Mapping[str, Any], where: str) -> HardwareProfile:
     """Check the keys and types of a profile and make it; `where` stands in error messages."""
-    known = dict(values)
-    roofline = known.pop("roofline", None)
-    shapes = known.pop("shapes", None) or ()
-    return _record(
-        HardwareProfile,
-        {
-            **known,
-            "policy_ns": dict(known.get("policy_ns") or {}),
-            "assumed": tuple(known.get("assumed") or ()),
-            "roofline": None if roofline is None else _record(Roofline, roofline, f"{where}: roofline"),
-            "shapes": tuple(_record(ShapeCosts, entry, f"{where}: shapes[{i}]") for i, entry in enumerate(shapes)),
-        },
-        where,
-    )
+    return _record(HardwareProfile, values, where)
 
 
 def shape_from_dict(values: Mapping[str, Any], where: str) -> ModelShape:
     """Check the keys and types of a model shape and make it."""
-    return _record(ModelShape, {**values, "layer_ids": tuple(values.get("layer_ids") or ())}, where)
+    return _record(ModelShape, values, where)
 
 
 def profile_hash(profile: HardwareProfile) -> str:
@@ -97,9 +86,9 @@ _NumberLoader.add_implicit_resolver(
 
 
 def _record(kind: type, values: Any, where: str) -> Any:
-    """Make a dataclass from a mapping whose keys and number types were checked."""
+    """Make a dataclass from a mapping whose keys and types are checked."""
     if not isinstance(values, Mapping):
-        raise ProfileError(f"{where}: must hold keys and values, found {values!r}")
+        raise ProfileError(f"{where} is {values!r}, must hold keys and values")
     allowed = {field.name: field for field in fields(kind)}
     for key in values:
         if key not in allowed:
@@ -111,40 +100,40 @@ def _record(kind: type, values: Any, where: str) -> Any:
     ]
     if missing:
         raise ProfileError(f"{where}: missing {', '.join(missing)}")
-    made = {}
-    for key, value in values.items():
-        made[key] = _checked(value, str(allowed[key].type), f"{where}: {key}")
+    hints = get_type_hints(kind)
+    made = {key: _converted(value, hints[key], f"{where}: {key}") for key, value in values.items()}
     try:
         return kind(**made)
     except TraceError as error:
         raise ProfileError(f"{where}: {error}") from None
 
 
-def _checked(value: Any, type_name: str, where: str) -> Any:
-    """One value, refused if its YAML type is not the field's."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if type_name in ("float", "float | None"):
-        if number or (value is None and "None" in type_name):
-            return value
-        raise ProfileError(f"{where} is {value!r}, must be a number")
-    if type_name == "int":
-        if number and int(value) == value:
-            return int(value)
-        raise ProfileError(f"{where} is {value!r}, must be a whole number")
-    if type_name == "str":
-        if isinstance(value, (str, int, float)) or hasattr(value, "isoformat"):
-            return str(value)
-        raise ProfileError(f"{where} is {value!r}, must be text")
-    if type_name == "bool":
-        if isinstance(value, bool):
-            return value
-        raise ProfileError(f"{where} is {value!r}, must be true or false")
-    if type_name == "tuple[float, float, float]":
-        items = tuple(value) if isinstance(value, (list, tuple)) else ()
-        if len(items) == 3 and all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in items):
-            return items
-        raise ProfileError(f"{where} is {value!r}, must be three numbers [a, b, c]")
-    if type_name == "Mapping[str, float]" and isinstance(value, Mapping):
-        for name, item in value.items():
-            _checked(item, "float", f"{where}.{name}")
-    return value
+def _converted(value: Any, hint: Any, where: str) -> Any:
+    """A value as a field of this type holds it, refused if YAML gave another type."""
+    arguments = get_args(hint)
+    if NoneType in arguments:
+        return None if value is None else _converted(value, arguments[0], where)
+    if is_dataclass(hint):
+        return _record(hint, value, where)  # type: ignore[arg-type]  # a class, not an instance
+    if get_origin(hint) is tuple:
+        is_long = arguments[-1] is Ellipsis
+        if not isinstance(value, (list, tuple)) or not (is_long or len(value) == len(arguments)):
+            raise ProfileError(f"{where} is {value!r}, must be a list{'' if is_long else f' of {len(arguments)}'}")
+        return tuple(_converted(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(value))
+    if get_origin(hint) is Mapping:
+        if not isinstance(value, Mapping):
+            raise ProfileError(f"{where} is {value!r}, must hold keys and values")
+        return {str(key): _converted(item, arguments[1], f"{where}.{key}") for key, item in value.items()}
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is float and is_number:
+        return value
+    if hint is int and is_number and float(value).is_integer():
+        return int(value)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is str and isinstance(value, (str, int, float, date)):
+        return str(value)
+    raise ProfileError(f"{where} is {value!r}, must be {_WORDS[hint]}")
+
+
+_WORDS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}

@@ -11,6 +11,7 @@ from policies.contract import Estimates
 from policies.jit import jit
 from tracer.schema import ModelShape
 
+LONGEST_NS = 1e15  # of one cost, eleven days: sums over a run stay exact
 NON_EXPERT_BYTES = 2  # attention, gate, shared experts and head stay in bfloat16 whatever the experts are
 
 
@@ -145,7 +146,8 @@ class HardwareProfile:
         if self.roofline:
             rates = ("gpu_bytes_per_s", "gpu_flops_per_s", "cpu_bytes_per_s", "cpu_flops_per_s")
             positive |= {f"roofline.{key}": getattr(self.roofline, key) for key in rates}
-            not_negative |= {f"roofline.{key}": getattr(self.roofline, key) for key in ("kernel_ns", "cpu_start_ns")}
+            others = ("kernel_ns", "kernels_per_layer", "kernels_per_tail", "cpu_start_ns")
+            not_negative |= {f"roofline.{key}": getattr(self.roofline, key) for key in others}
         for entry in self.shapes:
             where = f"shapes[{entry.hidden}x{entry.expert_intermediate}]"
             not_negative |= {
@@ -176,6 +178,19 @@ class HardwareProfile:
             )
         entry = self._measured(shape, expert_bytes) or self._from_roofline(shape, expert_bytes)
         policy_ns = self.policy_ns.get(policy, self.policy_ns.get("default", 0.0))
+        times = {
+            "n_ns": max(entry.n_ns),
+            "g_ns": max(entry.g_ns),
+            "a CPU batch": entry.cpu_a_ns + entry.cpu_b0_ns + entry.cpu_b1_ns,
+            "tail_ns": entry.tail_ns,
+            "a copy": (self.h2d_latency_ns + expert_bytes * 1e9 / self.h2d_bytes_per_s) * self.h2d_slowdown,
+            "policy_ns": policy_ns,
+            "gate_sync_ns": self.gate_sync_ns,
+            "cpu_roundtrip_ns": self.cpu_roundtrip_ns,
+        }
+        for what, time_ns in times.items():
+            if not time_ns <= LONGEST_NS:
+                raise ProfileError(f"{self.name}: {what} takes {time_ns:g} ns, must be at most {LONGEST_NS:g}")
         n_a_ns, n_b_ns, n_c_ns = map(float, entry.n_ns)
         g_a_ns, g_b_ns, g_c_ns = map(float, entry.g_ns)
         return Costs(

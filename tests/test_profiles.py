@@ -37,6 +37,18 @@ ROOFLINE = {
     "cpu_start_ns": 7000,
 }
 
+MEASURED = {
+    "hidden": 2048,
+    "expert_intermediate": 512,
+    "expert_bytes": 6 * 2**20,
+    "n_ns": [5, 6, 7],
+    "g_ns": [1, 2, 3],
+    "cpu_a_ns": 1,
+    "cpu_b0_ns": 2,
+    "cpu_b1_ns": 3,
+    "tail_ns": 4,
+}
+
 
 def costs(**changes) -> Costs:
     values = {
@@ -110,21 +122,10 @@ def test_roofline_by_hand():
 
 def test_a_measurement_at_the_shape_goes_before_the_roofline():
     mini = load_shape("llada2.0-mini")
-    entry = {
-        "hidden": 2048,
-        "expert_intermediate": 512,
-        "expert_bytes": mini.expert_bytes(),
-        "n_ns": [5, 6, 7],
-        "g_ns": [1, 2, 3],
-        "cpu_a_ns": 1,
-        "cpu_b0_ns": 2,
-        "cpu_b1_ns": 3,
-        "tail_ns": 4,
-    }
-    profile = profile_from_dict({**MINIMAL, "roofline": ROOFLINE, "shapes": [entry]}, "mine")
+    profile = profile_from_dict({**MINIMAL, "roofline": ROOFLINE, "shapes": [MEASURED]}, "mine")
     assert profile.costs(mini, mini.expert_bytes(), "lru")[:3] == (5.0, 6.0, 7.0)
     assert profile.costs(mini, mini.expert_bytes("fp8"), "lru")[0] > 5.0
-    only_measured = profile_from_dict({**MINIMAL, "shapes": [entry]}, "mine")
+    only_measured = profile_from_dict({**MINIMAL, "shapes": [MEASURED]}, "mine")
     with pytest.raises(ProfileError, match=r"not measured at 4096x1024 .* measured: 2048x512 at 6291456 bytes"):
         only_measured.costs(load_shape("llada2.0-flash"), 25_165_824, "lru")
 
@@ -173,7 +174,19 @@ def test_the_h200_preset_says_that_it_is_provisional_and_meets_its_probes():
         ({"h2d_latency_ns": "fast"}, "h2d_latency_ns is 'fast', must be a number"),
         ({"roofline": {"gpu_bytes_per_s": 1}}, "mine: roofline: missing gpu_flops_per_s"),
         ({"policy_ns": {"lru": -3}}, "policy_ns.lru is -3"),
-        ({"shapes": [3]}, r"mine: shapes\[0\]: must hold keys and values"),
+        ({"shapes": [3]}, r"mine: shapes\[0\] is 3, must hold keys and values"),
+        ({"shapes": 3}, "mine: shapes is 3, must be a list"),
+        ({"policy_ns": 3}, "mine: policy_ns is 3, must hold keys and values"),
+        ({"policy_ns": {"lru": "slow"}}, "mine: policy_ns.lru is 'slow', must be a number"),
+        ({"assumed": "all"}, "mine: assumed is 'all', must be a list"),
+        ({"cpu_workers": float("inf")}, "cpu_workers is inf, must be a whole number"),
+        ({"cpu_workers": True}, "cpu_workers is True, must be a whole number"),
+        ({"provisional": 1}, "provisional is 1, must be true or false"),
+        ({"name": None}, "mine: name is None, must be text"),
+        ({"h2d_latency_ns": None}, "h2d_latency_ns is None, must be a number"),
+        ({"roofline": {**ROOFLINE, "kernels_per_layer": -5}}, "roofline.kernels_per_layer is -5"),
+        ({"shapes": [{**MEASURED, "n_ns": [1, 2]}]}, r"shapes\[0\]: n_ns is \[1, 2\], must be a list of 3"),
+        ({"shapes": [{**MEASURED, "tail_ns": -1}]}, r"shapes\[2048x512\].tail_ns is -1"),
     ],
 )
 def test_what_is_not_a_profile_is_refused_by_key(changes, message):
@@ -203,3 +216,19 @@ def test_a_trace_that_does_not_know_its_sizes_is_not_timed():
     unknown = dataclasses.replace(load_shape("llada2.0-mini"), num_heads=0)
     with pytest.raises(ProfileError, match="set shape="):
         profile.costs(unknown, 100, "lru")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"h2d_latency_ns": 1e30}, r"mine: a copy takes 1e\+30 ns, must be at most 1e\+15"),
+        ({"h2d_bytes_per_s": 1e-3}, "a copy takes"),
+        ({"policy_ns": {"default": 1e16}}, "policy_ns takes"),
+        ({"roofline": {**ROOFLINE, "gpu_bytes_per_s": 1e-6}}, "n_ns takes"),
+    ],
+)
+def test_costs_that_no_run_could_add_up_are_refused(changes, message):
+    mini = load_shape("llada2.0-mini")
+    profile = profile_from_dict({**MINIMAL, "roofline": ROOFLINE, **changes}, "mine")
+    with pytest.raises(ProfileError, match=message):
+        profile.costs(mini, mini.expert_bytes(), "lru")
