@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from datetime import date
 from importlib.resources import files
@@ -46,6 +46,21 @@ def profile_from_dict(values: Mapping[str, Any], where: str) -> HardwareProfile:
 def shape_from_dict(values: Mapping[str, Any], where: str) -> ModelShape:
     """Check the keys and types of a model shape and make it."""
     return _record(ModelShape, values, where)
+
+
+def changes_of(profile: HardwareProfile) -> str:
+    """Where a profile differs from the shipped one whose name it bears, as `key=value`; empty for any other name."""
+    if profile.name not in names("hardware"):
+        return ""
+    return ", ".join(_differences(asdict(load_profile(profile.name)), asdict(profile)))
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], group: str = "") -> Iterator[str]:
+    for key, value in now.items():
+        if isinstance(value, Mapping) and isinstance(before.get(key), Mapping):
+            yield from _differences(before[key], value, f"{group}{key}.")
+        elif value != before.get(key):
+            yield f"{group}{key}={value:g}" if isinstance(value, float) else f"{group}{key}={value}"
 
 
 def profile_hash(profile: HardwareProfile) -> str:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from experiments import metrics
 from experiments.manifest import manifest
-from experiments.profiles import load_profile, load_shape
+from experiments.profiles import changes_of, load_profile, load_shape
 from experiments.results import ForwardTable
 from policies.contract import Context, Policy, PolicyError
 from policies.log import LAYER_COLUMNS, LAYER_LISTS, LogChunk
@@ -239,8 +239,11 @@ def _summary(
         "cpu_busy_ratio": metrics.cpu_busy_ratio(forwards),
         "gpu_expert_bytes": (int(slots) * traced.num_layers + staging_slots) * costs.expert_bytes,
         "expert_bytes": costs.expert_bytes,
+        "traced_hidden": traced.hidden,
+        "training_minutes": reader.metadata.details.get("training", {}).get("minutes"),
         "charged_hidden": charged.hidden,
         "charged_expert_intermediate": charged.expert_intermediate,
+        "hardware_changes": changes_of(profile),
         "provenance": profile.provenance,
         "provisional": profile.provisional,
         "warnings": list(policy.warnings),

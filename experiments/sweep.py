@@ -57,7 +57,7 @@ def is_done(directory: Path, trace_hash: str, profile_hash: str) -> bool:
 
 
 def collect(sweep: Path) -> tuple[pl.DataFrame, list[str]]:
-    """All cells below a directory that are done, as one table; empty if there are none.
+    """All cells below a directory that are done and were made by this code, as one table; empty if there are none.
 
     Returns:
         The table, with every value of the summaries, and the names of the columns that were added to it: one for each
@@ -65,9 +65,10 @@ def collect(sweep: Path) -> tuple[pl.DataFrame, list[str]]:
     """
     summaries, configs = [], []
     for path in sorted(sweep.rglob("summary.json")):
-        if not (path.parent / ERROR_FILE).exists():
+        config = json.loads((path.parent / "manifest.json").read_text())["config"]
+        if config.get("sources") == sources() and not (path.parent / ERROR_FILE).exists():
             summaries.append(json.loads(path.read_text()))
-            configs.append(json.loads((path.parent / "manifest.json").read_text())["config"])
+            configs.append(config)
     swept = _swept(configs)
     rows = [summary | {key: column[row] for key, column in swept.items()} for row, summary in enumerate(summaries)]
     return table_of(rows, list(swept)), list(swept)

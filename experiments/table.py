@@ -18,6 +18,7 @@ SECTION = (
     "trace",
     "source",
     "hardware",
+    "hardware_changes",
     "provenance",
     "provisional",
     "charged_hidden",
@@ -94,18 +95,29 @@ def _section(rows: pl.DataFrame, swept: Sequence[str], width: int) -> str:
 def describe(row: Mapping[str, Any], swept: Sequence[str] = ()) -> list[str]:
     """What a row's numbers come from: trace and its source, machine and how it is known, sizes, warm-up."""
     hardware = f"hardware {row['hardware']}"
-    if row.get("provenance") == "datasheet":
+    if row["provenance"] == "datasheet":
         hardware += f" ({NEVER_VALIDATED})"
-    elif row.get("provisional"):
+    elif row["provisional"]:
         hardware += " (provisional)"
-    parts = [f"trace {row['trace']}", f"source {row['source']}", hardware]
-    if "expert_bytes" in row:
-        unit = _byte_unit(pl.Series([row["expert_bytes"]]))
-        sizes = f"{row['charged_hidden']} x {row['charged_expert_intermediate']}"
-        parts.append(f"experts charged at {sizes}, {row['expert_bytes'] / _UNITS[unit]:.3g} {unit}")
+    if row["hardware_changes"] and not any(key.startswith("hardware.") for key in swept):
+        hardware += f" with {row['hardware_changes']}"
+    parts = [f"trace {row['trace']}", f"source {row['source']} ({_traced(row)})", hardware]
+    unit = _byte_unit(pl.Series([row["expert_bytes"]]))
+    sizes = f"{row['charged_hidden']} x {row['charged_expert_intermediate']}"
+    parts.append(f"experts charged at {sizes}, {row['expert_bytes'] / _UNITS[unit]:.3g} {unit}")
     plural = "" if row["warmup"] == 1 else "s"
     parts.append(f"{row['warmup']} warm-up request{plural}")
     return [*parts, *(f"{key} {_plain(row[key])}" for key in swept)]
+
+
+def _traced(row: Mapping[str, Any]) -> str:
+    """What the traced model was, so that a toy is never taken for the real one."""
+    parts = [f"hidden {row['traced_hidden']}"]
+    if row["training_minutes"] is not None:
+        parts.append(f"trained {row['training_minutes']:g} minutes")
+    if row["tokens_per_forward"] is not None:
+        parts.append(f"{row['tokens_per_forward']:.2f} tokens a forward")
+    return ", ".join(parts)
 
 
 def _plain(value: Any) -> str:

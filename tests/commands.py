@@ -35,6 +35,10 @@ ROW = {
     "charged_expert_intermediate": 512,
     "provenance": "datasheet",
     "provisional": False,
+    "hardware_changes": "",
+    "traced_hidden": 128,
+    "training_minutes": 4.45,
+    "tokens_per_forward": 5.5,
     "warnings": [],
 }
 

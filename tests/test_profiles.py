@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from experiments.profiles import load_profile, load_shape, names, profile_from_dict, profile_hash
+from experiments.profiles import changes_of, load_profile, load_shape, names, profile_from_dict, profile_hash
 from policies.contract import Estimates
 from policies.profile import (
     Costs,
@@ -232,3 +232,15 @@ def test_costs_that_no_run_could_add_up_are_refused(changes, message):
     profile = profile_from_dict({**MINIMAL, "roofline": ROOFLINE, **changes}, "mine")
     with pytest.raises(ProfileError, match=message):
         profile.costs(mini, mini.expert_bytes(), "lru")
+
+
+def test_changes_of_a_shipped_profile_are_named():
+    shipped = load_profile("rtx5090")
+    assert changes_of(shipped) == ""
+    assert changes_of(dataclasses.replace(shipped, h2d_bytes_per_s=25e9, policy_ns={"default": 15000, "lru": 7.0})) == (
+        "h2d_bytes_per_s=2.5e+10, policy_ns.lru=7"
+    )
+    assert changes_of(dataclasses.replace(shipped, roofline=dataclasses.replace(shipped.roofline, kernel_ns=1))) == (
+        "roofline.kernel_ns=1"
+    )
+    assert changes_of(profile_from_dict(MINIMAL, "mine")) == ""

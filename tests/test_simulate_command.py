@@ -60,7 +60,7 @@ def test_a_run_writes_four_files_and_prints_a_table(trace):
     assert manifest["config"]["cache"] == {"slots_per_layer": 6}
     assert manifest["config"]["overrides"][-1] == "policy=lru"
     caption, table = out.split("\n\n")
-    assert "trace small; source synthetic:tests; hardware rtx5090" in caption
+    assert "trace small; source synthetic:tests (hidden 8, 1.23 tokens a forward); hardware rtx5090" in caption
     assert "never validated on this GPU" in caption
     assert table.splitlines()[-1].split()[:2] == ["lru", "6"]
     assert table.splitlines()[-1].split()[-1] == summary["decision_hash"][:8]

@@ -160,8 +160,9 @@ def test_a_table_for_people():
     assert (
         format_table(rows)
         == """\
-trace t; source proxy:proxy-tiny; hardware rtx5090 (from data sheets, never validated on this GPU); experts
-charged at 2048 x 512, 6.29 MB; 1 warm-up request; pool layer
+trace t; source proxy:proxy-tiny (hidden 128, trained 4.45 minutes, 5.50 tokens a forward); hardware rtx5090
+(from data sheets, never validated on this GPU); experts charged at 2048 x 512, 6.29 MB; 1 warm-up request;
+pool layer
 
 policy    misses   slots   TPOT  TTFT  util.  util. %    hit  token    eff.    H2D  stall  decision
                   /layer     ms    ms      %  by slot      %  hit %  copy %     GB     ms      hash
