@@ -31,22 +31,26 @@ class DispatchKnobs:
     Source: OLED-MoE, section 4.2, where lambda is "not a runtime parameter" and has no value.
     """
     lambda_ms: float | None = None
-    """Worth of the whole priority of a layer, in ms, in place of what `kappa` gives."""
+    """Worth of the whole priority of a layer, in ms, in place of what `kappa` gives. Ours: section 4.2 has no value."""
     max_swaps: int = 8
-    """How often experts may change sides after the first split (section 4.4: "bounded swaps")."""
+    """How often experts may change sides after the first split (section 4.4: "bounded swaps", without the bound)."""
     tcomp: str = "max"
-    """Time of a split: `max` where copies and CPU run side by side, `sum` where they wait for each other."""
+    """Time of a split: `max` where copies and CPU run side by side, `sum` where they wait for each other.
+
+    Ours: section 4.4 names what T_comp depends on, and has no formula.
+    """
     t_gpu_ns: int = 0
-    """Time of the kernel over the copied experts, added to the copies."""
+    """Time of the kernel over the copied experts, added to the copies. Ours: section 4.4 does not name it."""
     allow_move: bool = False
     """Let one expert change sides alone, so that the number of copies leaves its share by up to `drift`.
 
     Section 4.4 has swaps "without moving the partition far from the hardware-aware split".
     """
     drift: int = 1
-    """How many copies more or less than its share `allow_move` permits; without it, none."""
+    """How many copies more or less than its share `allow_move` permits; without it, none. Ours: "far" has no value."""
     rho_round: str = "half_up"
-    """Rounding of the share of copies to whole experts: `half_up`, `floor` or `ceil`."""
+    """Rounding of the share of copies to whole experts: `half_up`, `floor` or `ceil`. Ours: section 4.4 has
+    "approximately"."""
 
     def __post_init__(self) -> None:
         for name in ("kappa", "lambda_ms", "max_swaps", "t_gpu_ns", "drift"):
@@ -118,17 +122,23 @@ def tokens_per_expert(calibration: Iterable[Pass]) -> float:
 
 
 @jit
-def gpu_share(rho_round, nbar, num_missed, estimates):
-    """How many of the misses go to the GPU: rho of them, rho = cpu / (cpu + h2d) for an expert of `nbar` tokens.
+def gpu_ratio(nbar, estimates):
+    """Rho, the share of the misses that goes to the GPU: cpu / (cpu + h2d) for an expert of `nbar` tokens.
 
-    All of them where neither way costs anything.
+    1 where neither way costs anything.
 
     Source: OLED-MoE, section 4.4; cpu = b0 + b1 * nbar stands for its nbar * tau, which is b0 = 0.
     """
     cpu_ns = estimates.cpu_b0_ns + estimates.cpu_b1_ns * nbar
     if cpu_ns + estimates.h2d_ns == 0:
-        return num_missed
-    share = cpu_ns / (cpu_ns + estimates.h2d_ns) * num_missed
+        return 1.0
+    return cpu_ns / (cpu_ns + estimates.h2d_ns)
+
+
+@jit
+def gpu_share(rho_round, nbar, num_missed, estimates):
+    """How many of the misses go to the GPU: rho of them, to a whole number."""
+    share = gpu_ratio(nbar, estimates) * num_missed
     if rho_round == _FLOOR:
         count = floor(share)
     elif rho_round == _CEIL:
@@ -171,12 +181,6 @@ def by_priority(members, priority):
             ids[place] = expert
         gap //= 3
     return ids
-
-
-@jit
-def split_misses(params, priority, load, missed, num_activated, estimates):
-    """Split the misses of one layer, with the `nbar` of the parameters; see `split_at`."""
-    return split_at(params, params.nbar, priority, load, missed, num_activated, estimates)
 
 
 @jit
@@ -236,7 +240,7 @@ def _refine(params, worth, ids, on_gpu, num_gpu, priority, load, estimates):
     lowest = np.empty(most + 1, np.int64)
     leaving = np.empty(most + 2, np.int64)
     for _ in range(params.max_swaps):
-        now_ns = _time(params, num_copies, cpu_ns, estimates)
+        now_ns = split_ns(params, num_copies, cpu_ns, estimates)
         num_leaving = _lowest_of_each_load(ids, on_gpu, load, lowest, leaving)
         if alone:
             leaving[num_leaving] = nobody
@@ -251,7 +255,7 @@ def _refine(params, worth, ids, on_gpu, num_gpu, priority, load, estimates):
                 copies = num_copies + (entry < nobody) - (other < nobody)
                 if abs(copies - num_gpu) > params.drift and copies != num_copies:
                     continue
-                then_ns = _time(params, copies, cpu_ns - cost_ns[entry] + cost_ns[other], estimates)
+                then_ns = split_ns(params, copies, cpu_ns - cost_ns[entry] + cost_ns[other], estimates)
                 rise = value[entry] - value[other]
                 change = (then_ns - now_ns) - worth * rise
                 if change < best_change or (
@@ -268,7 +272,7 @@ def _refine(params, worth, ids, on_gpu, num_gpu, priority, load, estimates):
             copies = num_copies + (enters < nobody) - (other < nobody)
             if abs(copies - num_gpu) > params.drift and copies != num_copies:
                 continue
-            then_ns = _time(params, copies, cpu_ns - cost_ns[enters] + cost_ns[other], estimates)
+            then_ns = split_ns(params, copies, cpu_ns - cost_ns[enters] + cost_ns[other], estimates)
             rise = value[enters] - value[other]
             if rise == best_rise and (then_ns - now_ns) - worth * rise == best_change and names[other] < names[leaves]:
                 leaves = other
@@ -281,7 +285,11 @@ def _refine(params, worth, ids, on_gpu, num_gpu, priority, load, estimates):
 
 
 @jit
-def _time(params, num_copies, cpu_ns, estimates):
+def split_ns(params, num_copies, cpu_ns, estimates):
+    """What a split takes, whole ns: so many copies and what the CPU experts take together.
+
+    Source: OLED-MoE, section 4.4 (compensation cost), which has no formula for it.
+    """
     gpu_ns = num_copies * estimates.h2d_ns + params.t_gpu_ns
     return gpu_ns + cpu_ns if params.tcomp_sum else max(gpu_ns, cpu_ns)
 

@@ -7,13 +7,22 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.contract import Context, PolicyError
-from policies.dispatch import DispatchKnobs, DispatchParams, dispatch_params, split_misses, tokens_per_expert
+from policies.dispatch import (
+    DispatchKnobs,
+    DispatchParams,
+    by_priority,
+    dispatch_params,
+    split_at,
+    tokens_per_expert,
+)
 from policies.jit import jit
 from policies.knobs import require_choice
 from policies.priority import CONFIDENCE, priority
 from policies.retention import ids_of, missed_of
+from tracer.schema import ForwardKind
 
 MISSES = ("h2d", "oled")
+_PREFILL = int(ForwardKind.PREFILL)
 
 
 def require_misses(value: str) -> None:
@@ -48,6 +57,29 @@ def miss_path(misses: str, context: Context) -> MissPath:
 
 
 @jit
+def split_in_decode(dispatch, nbar, reuse, step, missed, num_activated, estimates):
+    """Split the misses of a layer between copies and the CPU; in prefill, copy all of them.
+
+    Source: OLED-MoE, section 4.4, which is about denoising iterations; it does not say what prefill does.
+
+    Args:
+        dispatch: DispatchParams.
+        nbar: tokens of an average expert.
+        reuse: [E] float64, expected reuse.
+        step: the layer's Step.
+        missed: [E] bool.
+        num_activated: experts activated in this layer.
+        estimates: Estimates, whole ns.
+
+    Returns:
+        Transfers in issue order (reuse descending, then id) and CPU experts ascending: int64.
+    """
+    if step.kind == _PREFILL:
+        return by_priority(missed, reuse), np.empty(0, np.int64)
+    return split_at(dispatch, nbar, reuse, step.load, missed, num_activated, estimates)
+
+
+@jit
 def serve(path, step, view):
     """Serve the misses of a layer: transfers in issue order, and CPU experts ascending."""
     missed = missed_of(step.load, view.resident[step.layer])
@@ -55,4 +87,4 @@ def serve(path, step, view):
         return ids_of(missed), np.empty(0, np.int64)
     num_activated = ids_of(step.load).size
     reuse = priority(step.expert_ids, step.gates, step.confidence, CONFIDENCE, step.load.size)
-    return split_misses(path.dispatch, reuse, step.load, missed, num_activated, view.estimates)
+    return split_in_decode(path.dispatch, path.dispatch.nbar, reuse, step, missed, num_activated, view.estimates)

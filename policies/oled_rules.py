@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from policies.capacity import apportion, smooth
 from policies.confidence import Readings, confidence_at
 from policies.contract import PolicyError, plain_plan
-from policies.dispatch import DispatchParams, by_priority, split_at
+from policies.dispatch import DispatchParams, by_priority
 from policies.jit import jit
 from policies.lru import touch
+from policies.misses import split_in_decode
 from policies.priority import CONFIDENCE, ORDER, priority
 from policies.retention import best, equal_capacity, ids_of, missed_of, nobody_resident, with_transfers
 from tracer.schema import ForwardKind, ModelShape
@@ -118,10 +119,12 @@ def decide(params, state, step, view):
                 ranked = priority(step.expert_ids, step.gates, confidence, params.signal, load.size)
             for expert in range(load.size):
                 keys[expert] = ranked[expert]
-        if params.coop and step.kind != _PREFILL:
+        if params.coop:
             nbar = state.average[0] / state.average[1]
-            transfers, on_cpu = split_at(params.dispatch, nbar, reuse, load, missed, num_activated, view.estimates)
-            if params.average != _FIXED:
+            transfers, on_cpu = split_in_decode(
+                params.dispatch, nbar, reuse, step, missed, num_activated, view.estimates
+            )
+            if params.average != _FIXED and step.kind != _PREFILL:
                 for expert in range(load.size):
                     if missed[expert] or (load[expert] > 0 and params.average != _MISSED):
                         state.average[0] += load[expert]

@@ -10,10 +10,11 @@ from policies.dispatch import (
     DispatchKnobs,
     by_priority,
     dispatch_params,
+    gpu_ratio,
     gpu_share,
     reuse_worth,
     split_at,
-    split_misses,
+    split_ns,
     tokens_per_expert,
 )
 from tracer.schema import ForwardKind
@@ -25,10 +26,20 @@ LOADS = np.array([6, 1, 4, 2, 5])
 P = np.array([0.05, 0.20, 0.10, 0.02, 0.15])
 
 
+def split_misses(params, *layer):
+    return split_at(params, params.nbar, *layer)
+
+
 def split_example(**knobs):
     params = dispatch_params(DispatchKnobs(**knobs), 4.0)
     transfers, on_cpu = split_misses(params, P, LOADS, np.ones(5, bool), 5, COSTS)
     return transfers.tolist(), on_cpu.tolist()
+
+
+def test_ratio_of_the_gpu():
+    assert gpu_ratio(4.0, COSTS) == 0.625
+    assert gpu_ratio(4.0, COSTS) * 5 == 3.125
+    assert gpu_ratio(4.0, Estimates(0, 0, 0)) == 1
 
 
 @pytest.mark.parametrize(("num_missed", "share"), [(5, 3), (0, 0), (1, 1), (4, 3), (8, 5), (12, 8)])
@@ -58,6 +69,17 @@ def test_dear_reuse_keeps_the_first_split():
     assert split_example(lambda_ms=1.0) == ([B, E, C], [A, D])
 
 
+def test_what_the_exchange_changes():
+    params = dispatch_params(DispatchKnobs(), 4.0)
+    splits = [split_example(max_swaps=0), split_example(lambda_ms=0.5)]
+    times = [split_ns(params, len(copied), 50_000 * LOADS[on_cpu].sum(), COSTS) / 1e6 for copied, on_cpu in splits]
+    sums = [P[copied].sum() for copied, _ in splits]
+    assert times == [0.40, 0.36]
+    assert sums == pytest.approx([0.45, 0.40], rel=1e-12)
+    for worth, values in ((0.5, [0.175, 0.160]), (1.0, [-0.05, -0.04])):
+        assert [time - worth * p for time, p in zip(times, sums, strict=True)] == pytest.approx(values, rel=1e-12)
+
+
 def test_the_exchange_flips_at_its_worth():
     assert split_example(lambda_ms=0.799)[0] == [B, E, A]
     assert split_example(lambda_ms=0.801)[0] == [B, E, C]
@@ -70,6 +92,12 @@ def test_gain_must_exceed_half_a_ns():
 
 
 def test_equal_gains_go_to_the_higher_priority():
+    plain = Split(dict(enumerate(P)), dict(enumerate(LOADS)), COSTS, worth=0.0)
+    swaps = {(enters, leaves): {B, C, E} - {leaves} | {enters} for enters in (A, D) for leaves in (B, C, E)}
+    times = {swap: plain.time(then) for swap, then in swaps.items()}
+    best = [swap for swap, time in times.items() if time == min(times.values()) == 360_000]
+    assert best == [(A, B), (A, C), (A, E), (D, B)]
+    assert swaps[min(best)] == {A, C, E}  # what the lower ids alone would decide
     assert split_example(lambda_ms=0.0) == ([B, E, A], [C, D])
     assert split_example(kappa=0.0) == ([B, E, A], [C, D])
 
