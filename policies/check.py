@@ -86,6 +86,12 @@ def find_violation(plan, step, view):
     return FINE, -1
 
 
+def place_of(at: Step | End) -> str:
+    """Where a policy is asked, as messages begin with it: request, forward, and layer where there is one."""
+    layer = f"layer {at.layer}" if isinstance(at, Step) else "after the last layer"
+    return f"request {int(at.request.min())}, forward {at.forward}, {layer}"
+
+
 def check_plan(plan: Plan, step: Step, view: View) -> None:
     """Refuse a plan that breaks the contract.
 
@@ -96,7 +102,7 @@ def check_plan(plan: Plan, step: Step, view: View) -> None:
     Raises:
         PlanError: with request, forward, layer and experts.
     """
-    where = f"request {int(step.request.min())}, forward {step.forward}, layer {step.layer}"
+    where = place_of(step)
     _check_types(plan, where, view)
     code, which = find_violation(plan, step, view)
     if code != FINE:
@@ -108,12 +114,11 @@ def _check_types(plan: Plan, where: str, view: View) -> None:
     if not isinstance(plan, Plan):
         raise PlanError(f"{where}: the plan is {type(plan).__name__}, must be Plan")
     pool = num_experts if view.capacity.size == num_layers else num_layers * num_experts
-    num_prefetches = len(plan.prefetches)
     _check_array(where, "transfers", plan.transfers, np.int64, (None,))
     _check_array(where, "on_cpu", plan.on_cpu, np.int64, (None,))
     _check_array(where, "retained", plan.retained, np.bool_, (pool,))
-    _check_array(where, "prefetches", plan.prefetches, np.int64, (num_prefetches, 2))
-    _check_array(where, "prefetch_priority", plan.prefetch_priority, np.float64, (num_prefetches, 2))
+    _check_array(where, "prefetches", plan.prefetches, np.int64, (None, 2))
+    _check_array(where, "prefetch_priority", plan.prefetch_priority, np.float64, (len(plan.prefetches), 2))
 
 
 def _check_array(where: str, name: str, array: Any, dtype: Any, shape: Sequence[int | None]) -> None:
@@ -171,7 +176,7 @@ def check_boundary(capacity: NDArray[np.int64], evictions: NDArray[np.bool_], en
     Raises:
         PlanError: with request, forward, and layer where there is one.
     """
-    where = f"request {int(end.request.min())}, forward {end.forward}, after the last layer"
+    where = place_of(end)
     _check_array(where, "capacity", capacity, np.int64, view.capacity.shape)
     _check_array(where, "evictions", evictions, np.bool_, view.resident.shape)
     if capacity.sum() != view.capacity.sum() or capacity.min() < 0:
@@ -195,7 +200,7 @@ def check_place(placed: NDArray[np.bool_], step: Step, view: View) -> None:
     Raises:
         PlanError: with request, forward and layer.
     """
-    where = f"request {int(step.request.min())}, forward {step.forward}, layer {step.layer}"
+    where = place_of(step)
     _check_array(where, "placed", placed, np.bool_, step.load.shape)
     if placed.sum() > view.capacity[step.layer]:
         raise PlanError(f"{where}: places {placed.sum()} experts, the capacity is {view.capacity[step.layer]}")

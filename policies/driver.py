@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.check import check_plan
 from policies.contract import Estimates, Plan, Policy, PolicyError, Step
 from policies.residents import Residents
 from policies.steps import Steps, end_of, step_at
@@ -48,7 +47,7 @@ def drive(
 
     Raises:
         PlanError: a plan breaks the contract; the message says where.
-        PolicyError: the policy does not start with these slots, or prefetches.
+        PolicyError: the policy does not start with these slots, cannot decide on this trace, or prefetches.
         TraceError: a pass is not of this shape.
     """
     residents = Residents(policy, shape, slots, estimates)
@@ -61,9 +60,7 @@ def drive(
             at_gate = residents.of_pool(layer, residents.resident).copy()
             resident = residents.resident[layer].copy()
             capacity = residents.capacity_of(layer)
-            view = residents.view(layer)
-            plan = policy.decide(policy.params, residents.state, step, view)
-            check_plan(plan, step, view)
+            plan = residents.decide(step)
             if len(plan.prefetches):
                 raise PolicyError(f"{policy.name} prefetches, so its decisions need an engine with a clock")
             residents.settle(layer, at_gate, plan)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.check import check_boundary, check_place, check_start
-from policies.contract import End, Estimates, Plan, Policy, Step, View
+from policies.check import check_boundary, check_place, check_plan, check_start, place_of
+from policies.contract import End, Estimates, Plan, Policy, PolicyError, Step, View
 from tracer.schema import ModelShape
 
 
@@ -65,6 +65,21 @@ class Residents:
             check_place(placed, step, self.view(step.layer))
             self.resident[step.layer] = placed
 
+    def decide(self, step: Step) -> Plan:
+        """At the gate: ask the policy, and check what it answers. Errors say where.
+
+        Raises:
+            PlanError: the plan breaks the contract.
+            PolicyError: the policy cannot decide on this trace.
+        """
+        view = self.view(step.layer)
+        try:
+            plan = self._policy.decide(self._policy.params, self.state, step, view)
+        except PolicyError as error:
+            raise PolicyError(f"{place_of(step)}: {error}") from error
+        check_plan(plan, step, view)
+        return plan
+
     def settle(self, layer: int, at_gate: NDArray[np.bool_], plan: Plan) -> None:
         """At the layer's end: of the pool's residents at the gate, those not retained leave; retained transfers enter.
 
@@ -82,10 +97,20 @@ class Residents:
         resident[numbers[plan.retained[numbers]]] = True
 
     def boundary(self, end: End) -> None:
-        """After the last layer of a forward: let the policy move slots between layers and evict what no longer fits."""
+        """After the last layer of a forward: let the policy move slots between layers and evict what no longer fits.
+
+        Errors say where.
+
+        Raises:
+            PlanError: the answer does not add up.
+            PolicyError: the policy cannot decide on this trace.
+        """
         if self._policy.boundary is not None:
             view = self.view(0)
-            capacity, evictions = self._policy.boundary(self._policy.params, self.state, end, view)
+            try:
+                capacity, evictions = self._policy.boundary(self._policy.params, self.state, end, view)
+            except PolicyError as error:
+                raise PolicyError(f"{place_of(end)}: {error}") from error
             check_boundary(capacity, evictions, end, view)
             self.resident[evictions] = False
             self.capacity[:] = capacity

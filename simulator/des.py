@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.check import check_plan
 from policies.contract import Estimates, Plan, Policy, PolicyError, Step
 from policies.log import LAYER_COLUMNS, LogChunk, forward_builder, layer_builder
 from policies.profile import Costs, ProfileError, cpu_batch_ns, kernel_ns, layer_ns
@@ -53,7 +52,8 @@ def simulate(
     Raises:
         ProfileError: fewer staging slots than a chunk of transfers has.
         PlanError: a plan breaks the contract; the message says where.
-        PolicyError: the policy does not start with these slots, or prefetches without a score to rank residents by.
+        PolicyError: the policy does not start with these slots, cannot decide on this trace, or prefetches without a
+            score to rank residents by.
         TraceError: a pass is not of this shape.
     """
     staging = 2 * costs.transfer_chunk if staging_slots is None else staging_slots
@@ -230,9 +230,7 @@ class _Run:
             self._link.wake()
 
     def _decide(self, step: Step) -> Plan:
-        view = self._residents.view(step.layer)
-        plan = self._policy.decide(self._policy.params, self._residents.state, step, view)
-        check_plan(plan, step, view)
+        plan = self._residents.decide(step)
         if len(plan.prefetches) and self._score is None:
             raise PolicyError(
                 f"{self._policy.name} prefetches, so its state needs a score, [L, E], to rank residents by"

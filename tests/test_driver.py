@@ -4,12 +4,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from reference import ESTIMATES, built, passes_of, run, shape_of
+from scripted import make_costs
 from strategies import random_passes
 
 from policies.contract import Context, End, Plan, PlanError, Policy, PolicyError
 from policies.driver import drive
 from policies.registry import POLICIES, build_policy
 from policies.residents import Residents
+from simulator.des import simulate
 
 SHAPE = shape_of(2, 6)
 
@@ -43,6 +45,13 @@ def toy(resident=(), capacity=(3, 3), pool="layer", **functions):
         return plan(missed, retained=(), size=12 if pool == "global" else 6)
 
     return Policy("toy", (), init, functions.pop("decide", decide), pool=pool, **functions)
+
+
+def run_all(engine, policy, shape, passes):
+    slots = 6 * shape.num_layers
+    if engine == "driver":
+        return list(drive(policy, passes, shape, slots, ESTIMATES))
+    return list(simulate(passes, policy, shape, slots, make_costs(), ESTIMATES))
 
 
 def residents_of(policy, slots=6):
@@ -144,6 +153,21 @@ def test_utilization_and_hit_ratio_of_the_worked_example():
     assert len(decision.hits) / np.count_nonzero(decision.step.load) == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize(("num_activated", "utilization"), [(60, 0.234), (90, 0.352)])
+def test_utilization_of_residents_that_are_blind_to_routing(num_activated, utilization):
+    # any residents, and activated sets that hold every expert equally often: the expectation itself
+    held = np.random.default_rng(1).permuted(np.arange(256) < 40)
+
+    def decide(params, state, step, view):
+        return plan(np.flatnonzero((step.load > 0) & ~held), retained=np.flatnonzero(held), size=256)
+
+    blind = toy(decide=decide)
+    blind = replace(blind, init=lambda *_: (State([]), held[None], np.array([40])))
+    passes = passes_of([(np.arange(num_activated) + first) % 256 for first in range(256)])
+    decisions = drive(blind, passes, shape_of(1, 256), 40, ESTIMATES)
+    assert round(np.mean([len(d.hits) / d.capacity for d in decisions]), 3) == utilization
+
+
 def test_full_never_misses_and_ondemand_never_hits():
     shape, passes = random_passes(np.random.default_rng(1))
     for decision in drive(built("full", {}, shape, passes), passes, shape, 1, ESTIMATES):
@@ -212,6 +236,33 @@ def test_prefetches_need_a_clock():
     passes = [replace(passes_of([{0}])[0], expert_ids=np.zeros((2, 1, 1), int), gates=np.ones((2, 1, 1)))]
     with pytest.raises(PolicyError, match="toy prefetches, so its decisions need an engine with a clock"):
         list(drive(toy(decide=decide), passes, SHAPE, 6, ESTIMATES))
+
+
+@pytest.mark.parametrize("engine", ["driver", "events"])
+def test_what_a_policy_cannot_decide_is_refused_with_its_place(engine):
+    shape, passes = random_passes(np.random.default_rng(1), prompt_length=0)
+    forward, request = 7, int(passes[7].requests[0])
+    blind = [*passes]
+    blind[6] = replace(passes[6], p_argmax=np.full_like(passes[6].p_argmax, np.nan))
+    place = f"^request {request}, forward {forward}, layer 0: the trace does not know the confidence"
+    assert passes[6].blocks.tolist() == passes[7].blocks.tolist()  # its confidences reach the next gates
+    policy = built("oled", {}, shape, passes)
+    with pytest.raises(PolicyError, match=place):
+        run_all(engine, policy, shape, blind)
+    foresight = built("ideal_min", {"misses": "h2d"}, shape, passes[:7])
+    with pytest.raises(PolicyError, match=f"^request {request}, forward {forward}, layer 0: .* more forwards than"):
+        run_all(engine, foresight, shape, passes)
+
+
+@pytest.mark.parametrize("engine", ["driver", "events"])
+def test_what_a_policy_cannot_decide_after_a_forward_is_refused_with_its_place(engine):
+    def boundary(params, state, end, view):
+        raise PolicyError("too late")
+
+    shape, passes = random_passes(np.random.default_rng(1))
+    policy = replace(built("lru", {}, shape, passes), boundary=boundary)
+    with pytest.raises(PolicyError, match=r"^request 0, forward 0, after the last layer: too late"):
+        run_all(engine, policy, shape, passes)
 
 
 # The registry

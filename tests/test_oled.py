@@ -225,8 +225,7 @@ def test_residents_never_exceed_all_slots_and_growth_stays_empty(resize):
         forward = steps.read(pass_)
         for layer in range(shape.num_layers):
             gate = residents.resident[layer].copy()
-            view = residents.view(layer)
-            residents.settle(layer, gate, policy.decide(policy.params, residents.state, step_at(forward, layer), view))
+            residents.settle(layer, gate, residents.decide(step_at(forward, layer)))
             assert residents.resident.sum() <= 18
         before, sizes = residents.resident.copy(), residents.capacity.copy()
         residents.boundary(end_of(forward))
@@ -260,8 +259,7 @@ def test_shrinking_takes_the_lowest_priority():
         forward = steps.read(pass_)
         for layer in range(2):
             gate = residents.resident[layer].copy()
-            step, view = step_at(forward, layer), residents.view(layer)
-            residents.settle(layer, gate, policy.decide(policy.params, residents.state, step, view))
+            residents.settle(layer, gate, residents.decide(step_at(forward, layer)))
         residents.boundary(end_of(forward))
     # three experts, all of them used, against one or two: layer 1 keeps the expert that most tokens have
     assert residents.capacity.tolist() == [5, 1]
