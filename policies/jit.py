@@ -13,12 +13,13 @@ import numpy as np
 
 Function = TypeVar("Function")
 
-_SOURCES = ("policies", "simulator")
+# compiled code holds values of the schema's enums as constants
+_SOURCES = ("policies/**/*.py", "simulator/**/*.py", "tracer/schema.py")
 
 
 @cache
 def cache_dir() -> Path:
-    """Directory of compiled code: one for each state of the sources of policies and simulator.
+    """Directory of compiled code: one for each state of the sources that it is made from.
 
     numba's own cache looks only at the file of the function itself: a function that calls a helper in another
     file keeps the helper's old code. With the directory named by all sources, no stale code can be found.
@@ -26,9 +27,8 @@ def cache_dir() -> Path:
     """
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256(f"{numba.__version__} {np.__version__}".encode())
-    for package in _SOURCES:
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in sorted(path for pattern in _SOURCES for path in root.glob(pattern)):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     base = (
         os.environ.get("OLEDSIM_CACHE_DIR")
         or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oledsim"
