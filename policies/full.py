@@ -25,7 +25,10 @@ def init(params: tuple[()], shape: ModelShape, slots: int) -> tuple[tuple[()], N
 
 @jit
 def decide(params, state, step, view):
-    """Serve nothing, as nothing is missed, and retain everything."""
+    """Serve nothing, as nothing is missed, and retain everything.
+
+    Source: OLED-MoE, section 5.4 (full-residency bound).
+    """
     nothing = np.empty(0, np.int64)
     return plain_plan(nothing, nothing, np.ones(step.load.size, np.bool_))
 

@@ -1,4 +1,4 @@
-"""Bound: before each layer, its busiest experts are placed at no cost."""
+"""Bound on residency, not on time: before each layer, its busiest experts are placed at no cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class Knobs:
     """What can be chosen."""
 
     misses: str = "oled"
-    """Path of what does not fit: `h2d`, all copied; `oled`, split with the CPU. Compare within one path only."""
+    """Path of what does not fit: `h2d`, all copied; `oled`, split with the CPU (OLED-MoE, section 4.4).
+
+    The bound stands only beside policies of equal fixed capacities and the same miss path.
+    """
 
     def __post_init__(self) -> None:
         require_misses(self.misses)
@@ -47,6 +50,9 @@ def init(params: Params, shape: ModelShape, slots: int) -> tuple[State, NDArray[
 @jit
 def place(params, state, step):
     """The activated experts of highest load, ties to the lower id, as many as fit.
+
+    No policy of the same fixed capacities finds more activated experts resident, whatever it prefetches. It is a
+    bound on residency, not on time: fewest misses need not be the fastest.
 
     Source: OLED-MoE, section 5.1 (ideal cache bound), read literally: loading costs nothing.
     """

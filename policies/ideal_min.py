@@ -1,4 +1,4 @@
-"""Bound: keep the experts that the run needs again soonest (Belady's MIN with bypass, in batches)."""
+"""Bound on residency, not on time: keep what the run needs again soonest (Belady's MIN with bypass, in batches)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Knobs:
 
     misses: str = "oled"
     """`h2d`: every miss is copied, and hits are as many as any policy without prefetch can reach at these capacities;
-    `oled`: split with the CPU, and only what was copied can be kept. Compare within one path only."""
+    `oled`: split with the CPU (OLED-MoE, section 4.4), and only what was copied can be kept.
+
+    The bound stands only beside policies of equal fixed capacities and the same miss path.
+    """
 
     def __post_init__(self) -> None:
         require_misses(self.misses)
@@ -101,6 +104,8 @@ def look_ahead(future, nearness, step):
 @jit
 def decide(params, state, step, view):
     """Retain the residents and transfers of nearest next use, ties to the lower id.
+
+    It is a bound on residency, not on time: fewest misses need not be the fastest.
 
     Source: OLED-MoE, section 5.1 (ideal cache bound), where loading costs what it costs.
     Differs: the greedy is exact for `misses=h2d`; what runs on the CPU cannot be retained and narrows the choice.

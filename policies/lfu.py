@@ -16,21 +16,25 @@ from policies.misses import MissPath, miss_path, require_misses, serve
 from policies.retention import best, equal_capacity, nobody_resident, with_transfers
 from tracer.schema import ModelShape
 
-INCREMENTS = ("one", "load")
+INCREMENTS = ("1", "n_e")
 
 
 @dataclass
 class Knobs:
     """What can be chosen."""
 
-    lfu_inc: str = "one"
-    """What a forward adds to the count of an expert that it activates: `one`, or its `load` in tokens."""
+    lfu_inc: str = "1"
+    """What a forward adds to the count of an expert that it activates: `1`, or `n_e`, its load in tokens.
+
+    No source: OLED-MoE compares with LFU (section 5.3) and does not say what it counts.
+    """
     lru_order: str = "hits_first"
-    """Order in which the experts of one forward are touched, for ties; see the knob of `lru`."""
+    """Order in which the experts of one forward are touched, for ties; see the knob of `lru`. No source."""
     misses: str = "h2d"
     """`h2d`: every miss is copied; `oled`: split between copies and the CPU as OLED-MoE does (section 4.4)."""
 
     def __post_init__(self) -> None:
+        self.lfu_inc = str(self.lfu_inc)  # in Python and YAML, 1 is a number
         require_choice("lfu_inc", self.lfu_inc, INCREMENTS)
         require_choice("lru_order", self.lru_order, ORDERS)
         require_misses(self.misses)
@@ -97,5 +101,5 @@ def build(knobs: Knobs, context: Context) -> Policy:
         PolicyError: `misses=oled` without calibration passes.
     """
     path = miss_path(knobs.misses, context)
-    params = Params(knobs.lfu_inc == "load", ORDERS.index(knobs.lru_order), path)
+    params = Params(knobs.lfu_inc == "n_e", ORDERS.index(knobs.lru_order), path)
     return Policy("lfu", params, init, decide, misses=knobs.misses, reads_estimates=path.split)

@@ -36,7 +36,7 @@ class Knobs(DispatchKnobs):
     """What retention ranks by: `order`, the LRU order; `load`, tokens; `gate`, sums of gates; or `confidence`, sums of
     gate times confidence, which is the paper's. The steps in between show what each signal adds."""
     lru_order: str = "hits_first"
-    """Order in which the experts of one forward are touched where LRU order counts; see the knob of `lru`."""
+    """Order in which the experts of one forward are touched where LRU order counts; see the knob of `lru`. No source."""
     tie: str = "recent"
     """Equal priorities: `recent`, the last activated stays, then the lower id; `id`, the lower id. No source."""
 
@@ -46,32 +46,35 @@ class Knobs(DispatchKnobs):
     anew by the forward's own; `same_iter_oracle`, the forward's own, which no running system has."""
     conf_decoded: str = "prob"
     """Confidence of positions decoded before: `prob`, the probability of the token that stands there; `one`; or
-    `at_accept`, the probability with which it was accepted. The last two are read from the trace of the run."""
+    `at_accept`, the probability with which it was accepted. The last two are read from the trace of the run.
+    Ours: section 4.3 does not say."""
     conf_flip_scale: float = 1.0
     """Factor on the confidence of positions accepted in the forward that it is of: their input changes next. Other
-    values than 1 are read from the trace of the run."""
+    values than 1 are read from the trace of the run. Ours: section 4.3 makes no exception."""
     end_iter_tokens: int = 4096
-    """Most tokens of a decode forward that `conf_mode=end_iter` keeps the routing of."""
+    """Most tokens of a decode forward that `conf_mode=end_iter` keeps the routing of. Ours."""
     gate_kind: str = "normalised"
-    """Gates as the model weighs experts by: `normalised`. `raw`, the sigmoid before that, is not in a Step."""
+    """Gates as the model weighs experts by: `normalised`. `raw`, the sigmoid before that, is not in a Step. Section
+    4.3 has "gate scores", which may be either."""
 
     nbar: str = "calibration"
     """Tokens of an average expert: of those activated in the `calibration` split, or of those `missed` by `lru` there
     with the same slots (section 4.4 has missed experts, "profiled")."""
     nbar_online: bool = False
-    """Go on averaging over the run: its own activated, or missed, experts join those of the calibration split."""
+    """Go on averaging over the run: its own activated, or missed, experts join those of the calibration split.
+    Ours: section 4.4 has a "profiled" average."""
 
     ema: float = 1 / 3
     """Weight of the newest decode forward in the smoothed statistics: a span of five. Section 4.3: "smoothed"."""
     smooth: str = "ema"
-    """`ema`, or `window5`: the mean of the last five decode forwards."""
+    """`ema`, or `window5`: the mean of the last five decode forwards. Section 4.3: "smoothed", without a way."""
     c_min: int | None = None
     """Fewest slots of a layer under `layer_adapt`; None: what one token activates. No source."""
     resize_every: int = 5
     """Decode forwards between two divisions of the slots (section 4.3: "every five denoising iterations")."""
     resize: str = "boundary"
     """When a layer shrinks: `boundary`, at once after the forward; `lazy`, when it next retains, with the priorities
-    of that moment, and others grow a forward later."""
+    of that moment, and others grow a forward later. Section 4.3 shrinks by retention "after layer execution"."""
     prefill_updates: bool = False
     """Let prefill forwards join the smoothed statistics. No source."""
 

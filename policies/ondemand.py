@@ -25,7 +25,10 @@ def init(params: tuple[()], shape: ModelShape, slots: int) -> tuple[tuple[()], N
 
 @jit
 def decide(params, state, step, view):
-    """Copy every activated expert, and retain none."""
+    """Copy every activated expert, and retain none.
+
+    Source: OLED-MoE, section 2.2 (misses by H2D transfer), with a GPU expert cache of no size.
+    """
     return plain_plan(ids_of(step.load), np.empty(0, np.int64), np.zeros(step.load.size, np.bool_))
 
 

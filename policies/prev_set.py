@@ -19,7 +19,8 @@ class Knobs:
     """What can be chosen."""
 
     lru_order: str = "hits_first"
-    """Order of touching, which decides what stays where a forward activates more than fits; see the knob of `lru`."""
+    """Order of touching, which decides what stays where a forward activates more than fits; see the knob of `lru`.
+    No source."""
 
     def __post_init__(self) -> None:
         require_choice("lru_order", self.lru_order, ORDERS)

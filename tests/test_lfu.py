@@ -1,10 +1,14 @@
+import json
+
 import numpy as np
 import pytest
+from commands import command
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import hits_per_execution, lfu_residents, pass_of, passes_of, run, shape_of
 from strategies import random_passes
 
+from experiments.simulate import main
 from policies.contract import PolicyError
 from policies.lfu import Knobs
 
@@ -18,12 +22,12 @@ def passes_with_loads(loads):
 @given(
     st.lists(st.dictionaries(st.integers(0, 6), st.integers(1, 3), min_size=1), min_size=1, max_size=10),
     st.integers(1, 7),
-    st.sampled_from(["one", "load"]),
+    st.sampled_from(["1", "n_e"]),
 )
 def test_equals_a_sort_by_activity_count_and_last_touch(loads, capacity, increment):
     decisions = run("lfu", {"lfu_inc": increment}, shape_of(1, 7), passes_with_loads(loads), capacity)
     found = [set(np.flatnonzero(decision.resident).tolist()) for decision in decisions]
-    assert found == lfu_residents(loads, capacity, increment == "load")
+    assert found == lfu_residents(loads, capacity, increment == "n_e")
 
 
 def test_counts_survive_eviction():
@@ -42,7 +46,7 @@ def test_counting_by_load_can_change_who_stays():
     passes = passes_with_loads([{0: 1, 1: 3}, {0: 1}, {2: 1}])
     held = [
         np.flatnonzero(run("lfu", {"lfu_inc": inc}, shape_of(1, 3), passes, 2)[-1].plan.retained)
-        for inc in ("one", "load")
+        for inc in ("1", "n_e")
     ]
     assert [ids.tolist() for ids in held] == [[0, 2], [1, 2]]
 
@@ -62,7 +66,20 @@ def test_of_more_than_fits_previous_set_keeps_the_last_touched():
     assert [np.flatnonzero(d.plan.retained).tolist() for d in decisions] == [[2, 3], [1, 4], [1, 3], [2]]
 
 
-@pytest.mark.parametrize("knobs", [{"lfu_inc": "n_e"}, {"misses": "cpu"}, {"lru_order": ""}])
+def test_an_increment_of_one_may_be_a_number():
+    assert Knobs(lfu_inc=1) == Knobs(lfu_inc="1") == Knobs()
+
+
+@pytest.mark.parametrize(("increment", "variant"), [("1", ""), ("n_e", "lfu_inc=n_e")])
+def test_increments_have_these_names_on_the_command_line(increment, variant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ("trace=proxy-tiny", "cache.slots_per_layer=24", "output.dir=out")
+    finished = command(main, "policy=lfu", f"policy.lfu_inc={increment}", *options)
+    assert finished.code == 0, finished.err
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["variant"] == variant
+
+
+@pytest.mark.parametrize("knobs", [{"lfu_inc": "load"}, {"lfu_inc": True}, {"misses": "cpu"}, {"lru_order": ""}])
 def test_refuses_other_values(knobs):
     with pytest.raises(PolicyError, match="allowed are"):
         Knobs(**knobs)
