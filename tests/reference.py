@@ -83,9 +83,16 @@ def sets_of(passes: Iterable[Pass], layer: int = 0) -> list[set[int]]:
 # Running policies
 
 
-def built(name: str, knobs: Mapping[str, Any], shape: ModelShape, passes: Sequence[Pass]) -> Policy:
-    """A policy built for this trace, which is its calibration split as well."""
-    return build_policy(name, knobs, Context(shape, passes=passes, calibration=passes, estimates=ESTIMATES))
+def built(
+    name: str,
+    knobs: Mapping[str, Any],
+    shape: ModelShape,
+    passes: Sequence[Pass],
+    calibration: Sequence[Pass] | None = None,
+) -> Policy:
+    """A policy built for this trace, which is its calibration split as well unless there is another."""
+    calibration = passes if calibration is None else calibration
+    return build_policy(name, knobs, Context(shape, passes=passes, calibration=calibration, estimates=ESTIMATES))
 
 
 def run(

@@ -11,6 +11,7 @@ from strategies import change, random_passes, traces
 from policies.driver import drive
 from policies.lru import ORDERS
 from policies.registry import POLICIES
+from tracer.schema import ForwardKind
 
 OFF = {"priority": False, "layer_adapt": False, "coop": False}
 VARIANTS = [
@@ -20,7 +21,7 @@ VARIANTS = [
     ("lru", {"misses": "oled"}),
     ("lru", {"misses": "oled", "lru_order": "gate"}),
     ("lfu", {}),
-    ("lfu", {"lfu_inc": "load"}),
+    ("lfu", {"lfu_inc": "n_e"}),
     ("lfu", {"misses": "oled"}),
     ("prev_set", {}),
     ("oled", {}),
@@ -28,6 +29,10 @@ VARIANTS = [
     *(("oled", {**OFF, part: True}) for part in OFF),
     *(("oled", {"priority_signal": signal}) for signal in ("order", "load", "gate")),
     ("oled", {"conf_mode": "end_iter", "resize_every": 2}),
+    ("oled", {"conf_mode": "same_iter_oracle"}),
+    ("oled", {"conf_decoded": "one"}),
+    ("oled", {"conf_decoded": "at_accept"}),
+    ("oled", {"conf_flip_scale": 0.25}),
     ("oled", {"resize": "lazy", "resize_every": 1}),
     ("oled", {"smooth": "window5", "allow_move": True, "drift": 2}),
     ("ideal_free", {"misses": "h2d"}),
@@ -35,11 +40,19 @@ VARIANTS = [
     ("ideal_min", {"misses": "h2d"}),
     ("ideal_min", {}),
 ]
-each_policy = pytest.mark.parametrize(
-    ("name", "knobs"),
-    VARIANTS,
-    ids=[" ".join([name, *(f"{k}={v}" for k, v in knobs.items())]) for name, knobs in VARIANTS],
-)
+
+
+def foresees(name, knobs):
+    """Whether a policy's decisions may depend on what comes later in the run."""
+    return name == "ideal_min" or knobs.get("conf_mode") == "same_iter_oracle"
+
+
+def each(variants):
+    names = [" ".join([name, *(f"{k}={v}" for k, v in knobs.items())]) for name, knobs in variants]
+    return pytest.mark.parametrize(("name", "knobs"), variants, ids=names)
+
+
+each_policy = each(VARIANTS)
 
 
 def draw_capacity(data, shape, name):
@@ -82,12 +95,12 @@ def test_plans_are_accepted_and_add_up(name, knobs, trace, data):
     assert len(decisions) == len(passes) * shape.num_layers
     for decision in decisions:
         step, plan = decision.step, decision.plan
+        if policy.misses == "h2d" or step.kind == ForwardKind.PREFILL:
+            assert len(plan.on_cpu) == 0
         served = [*decision.hits.tolist(), *plan.transfers.tolist(), *plan.on_cpu.tolist()]
         assert sorted(served) == np.flatnonzero(step.load).tolist()
         assert max(decision.resident.sum(), plan.retained.sum()) <= decision.capacity
         assert plan.on_cpu.tolist() == sorted(plan.on_cpu.tolist())
-        if policy.misses == "h2d":
-            assert len(plan.on_cpu) == 0
     if policy.sized:
         for forward in range(len(passes)):
             of_forward = decisions[forward * shape.num_layers : (forward + 1) * shape.num_layers]
@@ -101,13 +114,27 @@ def test_plans_are_accepted_and_add_up(name, knobs, trace, data):
 
 
 @each_policy
+def test_split_misses_are_all_copied_in_prefill(name, knobs):
+    shape, passes = random_passes(np.random.default_rng(3), num_requests=3)
+    num_on_cpu = dict.fromkeys((True, False), 0)
+    for decision in run(name, knobs, shape, passes, 6):
+        num_on_cpu[decision.pass_.is_prefill] += len(decision.plan.on_cpu)
+    assert num_on_cpu[True] == 0
+    assert (num_on_cpu[False] > 0) == (built(name, knobs, shape, passes).misses == "oled")
+
+
+@each_policy
+def test_what_is_built_from_the_run_says_so(name, knobs):
+    shape, passes = random_passes(np.random.default_rng(3))
+    reads_trace = foresees(name, knobs) or bool({"conf_decoded", "conf_flip_scale"} & knobs.keys())
+    assert built(name, knobs, shape, passes).clairvoyant == reads_trace
+
+
+@each([variant for variant in VARIANTS if not foresees(*variant)])
 @settings(max_examples=12)
 @given(traces(), st.data())
 def test_nothing_is_known_of_what_comes_after_a_gate(name, knobs, trace, data):
     shape, passes = trace
-    policy = built(name, knobs, shape, passes)
-    if policy.clairvoyant:
-        return
     capacity = draw_capacity(data, shape, name)
     forward = data.draw(st.integers(0, len(passes) - 1), label="forward")
     layer = data.draw(st.integers(0, shape.num_layers - 1), label="layer")
@@ -122,9 +149,12 @@ def test_nothing_is_known_of_what_comes_after_a_gate(name, knobs, trace, data):
         ids[changed] = np.sort(drawn[..., : shape.top_k])[changed]
         gates[changed] = rng.dirichlet(np.ones(shape.top_k), ids.shape[:2])[changed]
         size = pass_.positions.size
+        # at its gates a forward knows its own tokens
+        inputs = {"is_masked_in": rng.random(size) < 0.5, "token_ids_in": rng.integers(0, 9, size)} if index else {}
         other.append(
             change(
                 pass_,
+                **inputs,
                 expert_ids=ids,
                 gates=gates,
                 p_argmax=rng.random(size),
@@ -136,10 +166,25 @@ def test_nothing_is_known_of_what_comes_after_a_gate(name, knobs, trace, data):
             )
         )
     known = forward * shape.num_layers + layer + 1
-    assert (
-        answers(decided(policy, shape, other, capacity))[:known]
-        == answers(decided(policy, shape, passes, capacity))[:known]
+    # a reading of the trace is made of the altered one
+    found, usual = (
+        answers(decided(built(name, knobs, shape, trace, passes), shape, trace, capacity)) for trace in (other, passes)
     )
+    assert found[:known] == usual[:known]
+
+
+@each([variant for variant in VARIANTS if foresees(*variant)])
+def test_what_foresees_decides_by_what_comes_later(name, knobs):
+    shape, passes = random_passes(np.random.default_rng(3))
+    forward, other = 3, [*passes]
+    other[forward] = change(passes[forward], p_argmax=1 - passes[forward].p_argmax)
+    other[forward + 1] = change(passes[forward + 1], expert_ids=15 - passes[forward + 1].expert_ids[..., ::-1])
+    found, usual = (
+        answers(decided(built(name, knobs, shape, trace, passes), shape, trace, 5)) for trace in (other, passes)
+    )
+    known = forward * shape.num_layers + 1
+    assert found[: known - 1] == usual[: known - 1] or name == "ideal_min"
+    assert found[:known] != usual[:known]
 
 
 def test_confidence_acts_one_forward_later():
