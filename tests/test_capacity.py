@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference_oled import shares
+from reference_oled import quotas, shares
 
 from policies.capacity import apportion, smooth
 
@@ -14,6 +14,8 @@ def divide(weights, total, lowest, highest):
 def test_worked_example_of_weights():
     ratio, utilization = np.array([0.2, 0.4, 0.4]), np.array([0.5, 0.5, 1.0])
     assert divide(ratio * utilization, 10, 1, 256) == [1, 3, 6]
+    assert [f"{float(quota):.3f}" for quota in quotas((1, 2, 4), 10, 1, 256)] == ["1.429", "2.857", "5.714"]
+    assert divide(ratio * utilization, 10_000, 1_000, 256_000) == [1_429, 2_857, 5_714]  # to a thousandth of a slot
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ CONFIDENCES = np.array([0.9, 0.5, 0.2])
 def test_worked_example():
     found = priority(IDS, GATES, CONFIDENCES, CONFIDENCE, 5)
     assert found == pytest.approx([0.79 / 1.6, 0.36 / 1.6, 0.39 / 1.6, 0.06 / 1.6, 0])
-    assert found == pytest.approx([0.4938, 0.2250, 0.2437, 0.0375, 0], abs=1e-4)
+    assert found.round(5).tolist() == [0.49375, 0.225, 0.24375, 0.0375, 0]  # two of them halves at the fourth digit
 
 
 def test_sure_tokens_leave_the_gates_and_another_expert_is_best():
