@@ -131,7 +131,7 @@ def test_what_is_built_from_the_run_says_so(name, knobs):
 
 
 @each([variant for variant in VARIANTS if not foresees(*variant)])
-@settings(max_examples=12)
+@settings(max_examples=30)
 @given(traces(), st.data())
 def test_nothing_is_known_of_what_comes_after_a_gate(name, knobs, trace, data):
     shape, passes = trace
