@@ -6,11 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llada2_models import FLASH, MINI, TINY, Recorder, config, tiny_model
-from torch.nn.functional import scaled_dot_product_attention
 
 from tracer.llada2 import Attention, KVCache, LLaDA2, RmsNorm, block_causal_mask, rotary_angles, rotate, route
 from tracer.llada2_config import LLaDA2Config
-from tracer.moe import Experts, Mlp, MoeLayer
+from tracer.moe import Experts, Mlp, MoeLayer, group_values
 from tracer.schema import TraceError
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -32,6 +31,8 @@ def tokens(seed, batch, length, vocab=TINY["vocab_size"]):
 
 def test_g1_groups_are_worth_their_two_best():
     z = [4.0, -4.0, 1.0, 1.0, 0.5, 0.5, -1.0, -1.0]
+    values = group_values(torch.tensor([z]).sigmoid(), 4)[0]
+    assert values.tolist() == pytest.approx([1.0, 1.46212, 1.24492, 0.53788], abs=1e-5)
     ids, weights = gate(z, groups=4, keep=2, k=2)
     assert set(ids) == {2, 3}
     assert weights == pytest.approx([1.25, 1.25])
@@ -130,20 +131,18 @@ def test_e1_swiglu():
         assert mlp(torch.ones(1)).item() == pytest.approx(1.4621172)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "expected"),
-    [(1.0, [0.66524096, 0.24472847, 0.09003057]), (0.5, [0.86681333, 0.11731043, 0.01587624])],
-)
-def test_s1_softmax(temperature, expected):
-    query = torch.tensor([[1 / temperature]])
-    keys = torch.tensor([[2.0], [1.0], [0.0]])
-    assert scaled_dot_product_attention(query, keys, torch.eye(3))[0].tolist() == pytest.approx(expected)
-
-
+@torch.no_grad()
 def test_m1_strict_mask_forbids():
-    mask = torch.tensor([[True, True, False, False]])
-    weights = scaled_dot_product_attention(torch.ones(1, 1), torch.ones(4, 1), torch.eye(4), attn_mask=mask)
-    assert weights[0].tolist() == [0.5, 0.5, 0, 0]
+    attention = Attention(config(), 0)
+    rows, dense, head_dim = attention.query_key_value.weight, attention.dense.weight, TINY["head_dim"]
+    rows.zero_()  # queries and keys of 0, so that all scores are equal
+    dense.zero_()
+    first_value = (TINY["num_attention_heads"] + TINY["num_key_value_heads"]) * head_dim
+    rows[first_value : first_value + head_dim, :head_dim] = torch.eye(head_dim)
+    dense[:head_dim, :head_dim] = torch.eye(head_dim)
+    x = torch.eye(4, TINY["hidden_size"]).unsqueeze(0)  # the value of each token is a dimension of its own
+    out = attention(x, *rotary_angles(torch.arange(4), head_dim // 2, 600000), block_causal_mask(4, 2), None)
+    assert out[0, :, :4].tolist() == [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4, [0.25] * 4]
 
 
 def test_block_causal_mask_by_its_definition():
@@ -264,6 +263,7 @@ def test_cast_leaves_expert_bias_alone():
     before = {i: mlp.gate.expert_bias.clone() for i, mlp in model.moe_layers()}
     model.to(torch.bfloat16)
     assert model.dtype == torch.bfloat16
+    assert list(before) == [1, 2, 3]
     for i, mlp in model.moe_layers():
         assert torch.equal(mlp.gate.expert_bias, before[i])
         assert mlp.gate.weight.dtype == torch.bfloat16
@@ -293,6 +293,7 @@ def test_m2_later_blocks_are_not_seen():
     moved = model(changed, torch.arange(12), mask=mask, observer=after)
     assert (logits - moved)[:, :8].abs().max() < 1e-5
     assert (logits - moved)[:, 8:].abs().max() > 0.1
+    assert len(before.layers) == 3
     for one, other in zip(before.layers, after.layers, strict=True):
         assert torch.equal(one[2][:, :8], other[2][:, :8])
 
@@ -317,6 +318,7 @@ def test_m3_block_on_committed_cache_equals_the_full_window(batch):
         logits.append(model(ids[:, window], positions[window], cache=cache, commit=True, observer=parts[-1]))
         for whole, part in zip(full.layers, parts[-1].layers, strict=True):
             assert torch.equal(whole[2][:, window], part[2])
+    assert [len(part.layers) for part in parts] == [3, 3]
     assert cache.length == 16
     assert (torch.cat(logits, dim=1) - expected).abs().max() < 1e-5
 
@@ -402,7 +404,7 @@ def test_cache_truncates_and_refuses():
     ids = tokens(17, 1, 8)
     cache = model.new_cache(1, 8)
     model(ids, torch.arange(8), cache=cache, commit=True)
-    with pytest.raises(TraceError, match=r"^8 committed and 1 new positions: the cache holds 8$"):
+    with pytest.raises(TraceError, match=r"^layer 0: 8 committed and 1 new positions, the cache holds 8$"):
         model(ids[:, :1], torch.tensor([8]), cache=cache)
     with pytest.raises(TraceError, match=r"^truncate to 9: the cache holds 8 committed positions$"):
         cache.truncate(9)

@@ -72,7 +72,7 @@ class KVCache:
         end = self.length + keys.shape[2]
         if end > self.max_len:
             raise TraceError(
-                f"{self.length} committed and {keys.shape[2]} new positions: the cache holds {self.max_len}"
+                f"layer {layer_id}: {self.length} committed and {keys.shape[2]} new positions, the cache holds {self.max_len}"
             )
         if keys.requires_grad:
             raise TraceError("a forward with a cache has no gradient: run it under torch.no_grad()")

@@ -46,12 +46,17 @@ def route(
     """
     with torch.no_grad():
         biased = scores + expert_bias.float()
+        best_groups = _best(group_values(biased, num_groups), top_groups)
         groups = biased.unflatten(-1, (num_groups, -1))
-        best_groups = _best(groups.topk(2, dim=-1).values.sum(-1), top_groups)
         closed = torch.ones(groups.shape[:-1], dtype=torch.bool, device=scores.device).scatter(-1, best_groups, False)
         ids = _best(groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2), top_k)
     weights = scores.gather(-1, ids)
     return ids, weights / (weights.sum(-1, keepdim=True) + 1e-20), biased
+
+
+def group_values(biased: Tensor, num_groups: int) -> Tensor:
+    """What each group of consecutive experts is worth, [N, G]: the sum of its two largest biased scores [N, E]."""
+    return biased.unflatten(-1, (num_groups, -1)).topk(2, dim=-1).values.sum(-1)
 
 
 def _best(values: Tensor, count: int) -> Tensor:
@@ -143,12 +148,12 @@ class Experts(nn.Module):
 
     def _one_by_one(self, rows: Tensor, ends: Tensor) -> Tensor:
         outputs = []
-        start = 0
-        for end, w13, w2 in zip(ends.tolist(), self.w13.unbind(), self.w2.unbind(), strict=True):
-            if end > start:
-                gate, up = functional.linear(rows[start:end], w13).chunk(2, dim=-1)
+        # Split at once: the gradient of each slice on its own would be as long as all rows.
+        parts = rows.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+        for part, w13, w2 in zip(parts, self.w13.unbind(), self.w2.unbind(), strict=True):
+            if len(part):
+                gate, up = functional.linear(part, w13).chunk(2, dim=-1)
                 outputs.append(functional.linear(functional.silu(gate) * up, w2))
-            start = end
         return torch.cat(outputs)
 
 
