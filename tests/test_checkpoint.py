@@ -1,6 +1,7 @@
 import json
 import math
 import os
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tracer.checkpoint import (
     load,
     read_config,
     read_index,
+    read_provenance,
     save,
     tensor_shapes,
 )
@@ -69,9 +71,11 @@ def test_c1_c2_totals_from_shapes(values, count, parameters, weight_bytes):
     assert sum(math.prod(shapes[name]) for name in biases) == 256 * len(biases)
 
 
-def test_c1_fp32_biases_add_their_bytes():
-    biases = [shape for name, shape in tensor_shapes(config(MINI)).items() if name.endswith(".expert_bias")]
-    assert 32_511_286_784 + 2 * sum(map(math.prod, biases)) == 32_511_296_512
+@pytest.mark.parametrize(("values", "num_bytes"), [(MINI, 32_511_296_512), (FLASH, 205_779_426_304)])
+def test_c1_bytes_with_biases_in_fp32(values, num_bytes):
+    shapes = tensor_shapes(config(values))
+    sizes = {name: 4 if name.endswith(".expert_bias") else 2 for name in shapes}
+    assert sum(sizes[name] * math.prod(shape) for name, shape in shapes.items()) == num_bytes
 
 
 def test_names_and_shapes_of_mini():
@@ -233,6 +237,31 @@ def test_hash_is_that_of_the_contents_wherever_they_are(saved):
     directory, model = saved
     save(model, directory.with_name("copy"), max_shard_bytes=60_000)
     assert checkpoint_hash(directory) == checkpoint_hash(directory.with_name("copy"))
+
+
+def test_provenance_lists_shards_and_size(saved):
+    directory, _ = saved
+    found = read_provenance(directory)
+    shards = sorted(directory.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert found.shards == {path.name: sha256(path.read_bytes()).hexdigest() for path in shards}
+    listed = [directory / CONFIG_NAME, directory / INDEX_NAME, *shards]
+    lines = "".join(f"{path.name} {sha256(path.read_bytes()).hexdigest()}\n" for path in listed)
+    assert found.checkpoint_hash == checkpoint_hash(directory) == sha256(lines.encode()).hexdigest()
+    assert found.total_size == sum(tensor.nbytes for path in shards for tensor in load_file(path).values())
+    assert found.training is None
+    edit_json(directory / INDEX_NAME, lambda index: index.pop("metadata"))
+    assert read_provenance(directory).total_size is None
+
+
+def test_provenance_holds_the_facts_of_the_training(saved):
+    directory, _ = saved
+    before = checkpoint_hash(directory)
+    (directory / "training.json").write_text('{"minutes": 1.5}')
+    assert read_provenance(directory).training == {"minutes": 1.5}
+    assert checkpoint_hash(directory) == before
+    (directory / "training.json").write_text("[]")
+    fails(directory, f"{directory / 'training.json'}: must hold a JSON object, found list", read_provenance)
 
 
 # ---- writing ----

@@ -15,6 +15,7 @@ from tracer.pretrain_batches import UNIT, batch_sizes, block_mask, draw_batch, e
 from tracer.pretrain_configs import BLOCK_LENGTHS, CONFIGS, PretrainConfig, find_config
 from tracer.pretrain_scores import answer_each, answer_together, decode_settings, score
 from tracer.pretrain_step import Trainer, balance, learning_rate, masked_loss
+from tracer.problems import final_answer
 from tracer.schema import TraceError
 from tracer.tokenizer import load_tokenizer
 
@@ -275,6 +276,18 @@ def test_training_stops_at_its_limit_and_leaves_curve_and_checkpoint(run, model,
     assert loaded.config.pad_token_id == load_tokenizer(directory / "checkpoint").eos_id
 
 
+def test_a_checkpoint_says_how_it_was_trained(run):
+    directory, _, _ = run
+    assert checkpoint.read_provenance(directory / "checkpoint").training == {
+        "config": "micro",
+        "seed": 0,
+        "device": "cpu",
+        "minutes": round(8 / 60, 2),  # the clock's first look began it, the ninth ended it
+        "steps": 6,
+        "million_tokens": round(6 * MICRO.batch_size * MICRO.context / 1e6, 1),
+    }
+
+
 def test_a_limit_that_preparation_uses_up_is_refused(tmp_path):
     small = replace(MICRO, shares={"arithmetic": 1.0}, num_documents={"arithmetic": 10})
     device = torch.device("cpu")
@@ -285,10 +298,11 @@ def test_a_limit_that_preparation_uses_up_is_refused(tmp_path):
 def test_a_checkpoint_replaces_the_one_before_it(prepared, model, tmp_path):
     tokenizer, _ = prepared
     directory = tmp_path / "checkpoint"
-    pretrain.save(model, tokenizer, directory)
+    pretrain.save(model, tokenizer, directory, {"steps": 1})
     with torch.no_grad():
         model.lm_head.weight.fill_(0.5)
-    pretrain.save(model, tokenizer, directory)
+    pretrain.save(model, tokenizer, directory, {"steps": 2})
+    assert checkpoint.read_provenance(directory).training == {"steps": 2}
     assert (checkpoint.load(directory).lm_head.weight == 0.5).all()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
@@ -366,6 +380,12 @@ def test_the_shipped_model_answers_problems_it_never_saw(shipped):
     assert found.num_right >= 12
     assert found.num_right_constant <= 2
     assert sum(right for right, _ in found.right_by_operations.values()) == found.num_right
+    signs = [[sign for sign in "+-*" if f" {sign} " in problem.completion] for problem in problems]
+    right = [final_answer(text) == problem.answer for text, problem in zip(found.texts, problems, strict=True)]
+    for sign, counts in found.right_by_sign.items():
+        of_sign = [is_right for is_right, has in zip(right, signs, strict=True) if sign in has]
+        assert counts == (sum(of_sign), len(of_sign))
+    assert list(found.right_by_sign) == ["+", "-", "*"]
     assert found.tokens_per_forward > 2
 
 
@@ -391,9 +411,21 @@ def test_the_model_card_holds_the_end_of_the_learning_curve(shipped):
     directory, _, _ = shipped
     curve = [json.loads(line) for line in (directory / "loss.jsonl").read_text().splitlines()]
     card = (directory / "README.md").read_text()
-    for point in curve:
-        if "accuracy" in point:
-            assert f"| {point['step']} | {point['tokens'] / 1e6:.1f} | {point['loss']:.3f} |" in card
+    shown = [point for point in curve if "accuracy" in point]
+    assert len(shown) == 9
+    for point in (*shown, curve[-1]):
+        assert f"| {point['step']} | {point['tokens'] / 1e6:.1f} | {point['loss']:.3f} |" in card
+
+
+def test_the_shipped_facts_of_the_training_are_those_of_curve_and_card(shipped):
+    directory, _, _ = shipped
+    training = checkpoint.read_provenance(directory).training
+    last = json.loads((directory / "loss.jsonl").read_text().splitlines()[-1])
+    assert (training["steps"], training["million_tokens"]) == (last["step"], round(last["tokens"] / 1e6, 1))
+    assert f"One {training['device']}, PyTorch 2.11, {training['minutes']} minutes" in (
+        directory / "README.md"
+    ).read_text().replace("\n", " ")
+    assert (training["config"], training["seed"]) == ("proxy-tiny", find_config("proxy-tiny").seed)
 
 
 def test_configurations_are_known_by_name(tmp_path):

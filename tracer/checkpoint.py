@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,7 @@ from tracer.schema import TraceError
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
+TRAINING_NAME = "training.json"
 _STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NUM_NAMED = 3  # tensors that an error names; a wrong layout has thousands
 
@@ -181,20 +182,45 @@ def save(model: LLaDA2, directory: str | Path, *, max_shard_bytes: int = 5_000_0
         whole.rename(directory)
 
 
-def checkpoint_hash(directory: str | Path) -> str:
-    """SHA-256 over the names and contents of config.json, the index, and every shard that the index names.
+class Provenance(NamedTuple):
+    """What a trace says of the checkpoint that it was recorded from."""
+
+    checkpoint_hash: str  # SHA-256 over names and contents of config.json, the index, and every shard that it names
+    total_size: int | None  # bytes of all tensors, as the index has it
+    shards: dict[str, str]  # SHA-256 of each shard, by its name
+    training: dict[str, Any] | None  # contents of training.json, which only models trained here have
+
+
+def read_provenance(directory: str | Path) -> Provenance:
+    """Read every file of a checkpoint once, for its hashes.
 
     Raises:
-        TraceError: As for `read_index`, or a shard is missing.
+        TraceError: As for `read_index`, or a shard is missing, or training.json is no JSON object.
     """
     directory = Path(directory)
-    shards = sorted(set(read_index(directory).values()))
-    _require_files(shards)
-    whole = hashlib.sha256()
-    for path in (directory / CONFIG_NAME, directory / INDEX_NAME, *shards):
-        with path.open("rb") as file:
-            whole.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return whole.hexdigest()
+    paths = sorted(set(read_index(directory).values()))
+    _require_files(paths)
+    described = _read_json(directory / INDEX_NAME).get("metadata")
+    training = directory / TRAINING_NAME
+    shards = {path.name: _file_hash(path) for path in paths}
+    hashes = {name: _file_hash(directory / name) for name in (CONFIG_NAME, INDEX_NAME)} | shards
+    whole = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in hashes.items()).encode())
+    return Provenance(
+        checkpoint_hash=whole.hexdigest(),
+        total_size=described.get("total_size") if isinstance(described, dict) else None,
+        shards=shards,
+        training=_read_json(training) if training.exists() else None,
+    )
+
+
+def checkpoint_hash(directory: str | Path) -> str:
+    """The hash of `read_provenance`, by which a trace knows its checkpoint."""
+    return read_provenance(directory).checkpoint_hash
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _tensors(model: LLaDA2) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -53,14 +53,18 @@ def prepare(config: PretrainConfig) -> tuple[Tokenizer, dict[str, Pool]]:
     return tokenizer, pools
 
 
-def save(model: LLaDA2, tokenizer: Tokenizer, directory: Path) -> None:
-    """Write model and tokenizer to a directory, in place of what it holds; the new one is complete before it moves."""
+def save(model: LLaDA2, tokenizer: Tokenizer, directory: Path, training: Mapping[str, Any]) -> None:
+    """Write model, tokenizer and facts of the training to a directory, in place of what it holds.
+
+    The new one is complete before it moves.
+    """
     fresh, old = directory.with_name(f".{directory.name}-new"), directory.with_name(f".{directory.name}-old")
     for rest in (fresh, old):
         if rest.exists():
             shutil.rmtree(rest)
     checkpoint.save(model, fresh)
     tokenizer.save(fresh)
+    (fresh / checkpoint.TRAINING_NAME).write_text(json.dumps(training, indent=2) + "\n", encoding="utf-8")
     if directory.exists():
         directory.rename(old)
     fresh.rename(directory)
@@ -80,7 +84,8 @@ def train(
     """Train a model until the time is over, and write what there is as it comes.
 
     Every step draws its own block length. No step begins at or after the limit. The directory gets the learning
-    curve, a line at each hundredth of the time, and the checkpoint, again at each tenth.
+    curve, a line at each hundredth of the time, and the checkpoint, again at each tenth; its training.json says how
+    long it was trained.
 
     Args:
         config: what to train.
@@ -105,21 +110,36 @@ def train(
     start, limit = clock(), began + seconds
     if start >= limit:
         raise TraceError(f"time limit of {seconds:.0f} s: preparation alone took {start - began:.0f} s")
+
+    def keep(num_steps: int, share: float) -> None:
+        training = {
+            "config": config.name,
+            "seed": config.seed,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "minutes": round((start - began + share * (limit - start)) / 60, 2),
+            "steps": num_steps,
+            "million_tokens": round(_num_tokens(config, num_steps) / 1e6, 1),
+        }
+        save(model, tokenizer, directory / CHECKPOINT, training)
+
     report(f"{config.name}: {model.num_parameters():,} parameters, {start - began:.0f} s of preparation")
     with (directory / CURVE_FILE).open("w", encoding="utf-8") as curve:
-        for point in _train(trainer, tokenizer, pools, directory, lambda: (clock() - start) / (limit - start)):
+        for point in _train(trainer, tokenizer, pools, keep, lambda: (clock() - start) / (limit - start)):
             line = json.dumps(point)
             curve.write(line + "\n")
             curve.flush()
             report(line)
-    save(model, tokenizer, directory / CHECKPOINT)
     return model, tokenizer
 
 
 def _train(
-    trainer: Trainer, tokenizer: Tokenizer, pools: dict[str, Pool], directory: Path, elapsed: Callable[[], float]
+    trainer: Trainer,
+    tokenizer: Tokenizer,
+    pools: dict[str, Pool],
+    keep: Callable[[int, float], None],
+    elapsed: Callable[[], float],
 ) -> Iterator[dict[str, Any]]:
-    """Take steps while the elapsed share of the time is below 1; yield the points of the learning curve."""
+    """Take steps while the elapsed share of the time is below 1, keep the model, yield points of the learning curve."""
     config, model = trainer.config, trainer.model
     block_lengths = torch.Generator().manual_seed(config.seed)
     noise = torch.Generator(model.device).manual_seed(config.seed)
@@ -139,21 +159,25 @@ def _train(
         next_point = (int(share * _NUM_CURVE_POINTS) + 1) / _NUM_CURVE_POINTS
         if share >= next_save:
             next_save = (int(share * _NUM_CHECKPOINTS) + 1) / _NUM_CHECKPOINTS
-            save(model, tokenizer, directory / CHECKPOINT)
+            keep(num_steps, share)
             if quick:
                 found = score(quick, lambda texts: answer_together(model, tokenizer, texts, settings))
                 point |= {"accuracy": found.accuracy, "tokens_per_forward": round(found.tokens_per_forward, 3)}
         yield point
     if measured:
         yield _curve_point(config, num_steps, 1.0, measured)
+    keep(num_steps, share)
 
 
 def _curve_point(
     config: PretrainConfig, num_steps: int, share: float, measured: list[dict[str, Tensor]]
 ) -> dict[str, Any]:
     means = {name: round(float(torch.stack([step[name] for step in measured]).mean()), 4) for name in measured[0]}
-    num_tokens = num_steps * config.batch_size * config.context
-    return {"step": num_steps, "tokens": num_tokens, "share": round(share, 4), **means}
+    return {"step": num_steps, "tokens": _num_tokens(config, num_steps), "share": round(share, 4), **means}
+
+
+def _num_tokens(config: PretrainConfig, num_steps: int) -> int:
+    return num_steps * config.batch_size * config.context
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from tracer.capture import trace_prompts
 from tracer.corpus import Document, prompts
 from tracer.decode import TIE, DecodeSettings, ForwardEvent
 from tracer.llada2 import LLaDA2, block_causal_mask
-from tracer.problems import final_answer
+from tracer.problems import OPERATIONS, final_answer
 from tracer.schema import ForwardKind, Pass
 from tracer.tokenizer import Tokenizer
 
@@ -29,6 +29,7 @@ class Score:
     num_right: int
     num_right_constant: int  # the most frequent answer of these very problems, given to all of them
     right_by_operations: dict[int, tuple[int, int]]  # right and all, by number of operations
+    right_by_sign: dict[str, tuple[int, int]]  # right and all of those with this sign in their solution
     tokens_per_forward: float
     texts: list[str]
 
@@ -48,13 +49,19 @@ def score(problems: Sequence[Document], answer: Callable[[Sequence[str]], Answer
     texts, tokens_per_forward = answer([problem.prompt for problem in problems])
     right = [final_answer(text) == problem.answer for text, problem in zip(texts, problems, strict=True)]
     operations = [problem.num_operations for problem in problems]
+
+    def right_among(chosen: list[bool]) -> tuple[int, int]:
+        return sum(r for r, c in zip(right, chosen, strict=True) if c), sum(chosen)
+
     return Score(
         num_problems=len(problems),
         num_right=sum(right),
         num_right_constant=Counter(problem.answer for problem in problems).most_common(1)[0][1],
         right_by_operations={
-            number: (sum(r for r, n in zip(right, operations, strict=True) if n == number), operations.count(number))
-            for number in sorted(set(operations))
+            number: right_among([n == number for n in operations]) for number in sorted(set(operations))
+        },
+        right_by_sign={
+            sign: right_among([f" {sign} " in problem.completion for problem in problems]) for sign in OPERATIONS
         },
         tokens_per_forward=tokens_per_forward,
         texts=texts,
