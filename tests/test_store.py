@@ -262,8 +262,13 @@ def with_value(values, where, value):
         ("gates", (2, 0), [0.1, 0.2, 0.3, 0.3], "layer 3, .*sum 0.9.*1 ± 1e-05"),
         ("kinds", 0, 5, r"pass 1: kind \[5\]; allowed is 0 to 4"),
         ("positions", 1, 0, "pass 1, request 0: positions .*ascending"),
-        ("token_ids_in", 0, 2**31, "pass 1: token_id_in .*2147483648; allowed is"),
-        ("argmax_ids", 0, -2, "pass 1: argmax_id -2 .*; allowed is -1 to"),
+        (
+            "token_ids_in",
+            0,
+            2**31,
+            r"pass 1, request 0, position \d+: token_id_in 2147483648; allowed is -2147483648 to 2147483647",
+        ),
+        ("argmax_ids", 0, -2, r"pass 1, request 0, position \d+: argmax_id -2; allowed is -1 to"),
         ("num_tokens", 0, 3, r"pass 1: num_tokens \[3\] for 4 positions"),
         ("requests", 0, -1, r"pass 1: requests \[-1\]"),
     ],
@@ -292,9 +297,8 @@ def test_a_wrong_value_is_refused_with_its_place(tmp_path, field, where, value, 
 def test_a_wrong_signal_is_refused(tmp_path, field, where, value, message):
     shape, pass_ = one_pass(signals=True)
     signals = replace(pass_.signals, **{field: with_value(getattr(pass_.signals, field), where, value)})
-    with pytest.raises(TraceError, match=f"pass 1, request 0, layer .*|{message}") as caught:
+    with pytest.raises(TraceError, match=rf"pass 1, request 0, layer [13], position \d+: {message}"):
         write(tmp_path / "x.trace", shape, [replace(pass_, signals=signals)])
-    assert message.split(".*")[0] in str(caught.value)
 
 
 def test_a_wrong_shape_is_refused(tmp_path):
@@ -476,6 +480,17 @@ def test_a_directory_that_cannot_be_made_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TraceError, match="cannot make the trace"):
         TraceWriter(tmp_path / "file" / "x.trace", metadata_for(shape))
+
+
+@pytest.mark.parametrize("path", ["nope/../x.trace", "nope/deep/../../x.trace"])
+def test_a_way_back_out_of_what_is_not_there_is_refused_and_makes_nothing(tmp_path, path):
+    shape, passes = random_passes(np.random.default_rng(2))
+    with pytest.raises(TraceError, match=r"x.trace: no directory .*\.\.; one named with \.\. must be there"):
+        TraceWriter(tmp_path / path, metadata_for(shape))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "nope" / "deep").mkdir(parents=True)
+    write(tmp_path / path, shape, passes)
+    assert TraceReader(tmp_path / "x.trace").num_passes == len(passes)
 
 
 # what a reader refuses

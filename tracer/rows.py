@@ -34,6 +34,7 @@ _FORWARD_FIELDS = {
     "cos_router_input": "cos_router_input",
     "cos_layer_output": "cos_layer_output",
 }
+_KEYS = ("pass_id", "request", "layer", "position")
 _TOKEN_FIELDS = {
     "position": "positions",
     "token_id_in": "token_ids_in",
@@ -115,12 +116,18 @@ def _convert(table: str, arrays: Columns, metadata: TraceMetadata) -> Columns:
         if dtype.kind in "iu" and values.size:
             low, high = column.bounds
             if values.min() < low or values.max() > high:
-                where = f"pass {int(arrays['pass_id'][0])}"
-                raise TraceError(f"{where}: {column.name} {values.min()} to {values.max()}; allowed is {low} to {high}")
+                bad = (values < low) | (values > high)
+                where = _place(arrays, int(np.argwhere(bad)[0][0]))
+                raise TraceError(f"{where}: {column.name} {values[bad][0]}; allowed is {low} to {high}")
         converted[column.name] = values.astype(dtype)
         if dtype.kind == "f":
             converted[column.name][np.isnan(values)] = np.nan
     return converted
+
+
+def _place(arrays: Columns, row: int) -> str:
+    """Names a row by those of pass, request, layer and position that its table has."""
+    return ", ".join(f"{name.removesuffix('_id')} {arrays[name][row]}" for name in _KEYS if name in arrays)
 
 
 def _expected_shapes(pass_: Pass, shape: ModelShape) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
@@ -168,8 +175,7 @@ def _check_routing(ids: NDArray[np.int64], gates: NDArray[np.float64], keys: Col
     def refuse(bad: NDArray[np.bool_], what: str, values: NDArray[Any], allowed: str) -> None:
         if bad.any():
             row = int(bad.argmax())
-            where = ", ".join(f"{name.removesuffix('_id')} {int(keys[name][row])}" for name in keys)
-            raise TraceError(f"{where}: {what} {values[row].tolist()}; {allowed}")
+            raise TraceError(f"{_place(keys, row)}: {what} {values[row].tolist()}; {allowed}")
 
     last = shape.num_experts - 1
     refuse((ids[:, 0] < 0) | (ids[:, -1] > last), "expert ids", ids, f"allowed is 0 to {last}")

@@ -149,6 +149,8 @@ class TraceWriter:
 
     def _check_target(self) -> None:
         if not self.path.exists():
+            if ".." in self.path.parts and not self.path.parent.is_dir():  # making it would make what .. leaves again
+                raise TraceError(f"{self.path}: no directory {self.path.parent}; one named with .. must be there")
             return
         if not self._overwrite:
             raise TraceError(f"{self.path}: exists already; choose another name, or ask to overwrite it")
