@@ -250,7 +250,7 @@ def _decode_block_dinfer(sequence: Sequence, block: int, start: int, stop: int) 
             iteration += 1
         if num_accepted == 0:
             raise DecodeError(
-                f"request {sequence.request}, block {block}: nothing can be accepted, the model predicts a mask at all {remaining} masked positions"
+                f"request {sequence.request}, block {block}, iteration {iteration - 1}: nothing can be accepted, the model predicts a mask at all {remaining} masked positions"
             )
     if num_masked:
         sequence.forward(ForwardKind.COMMIT, block, iteration, start, stop, commit=True)
