@@ -159,9 +159,10 @@ def test_a_directory_without_its_tokenizer_is_refused(tokenizer, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"mask_token": "[MASK]", "eos_token": "<|endoftext|>"}')
     with pytest.raises(TraceError, match=r"holds no token '\[MASK\]'"):
         load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(TraceError, match="not JSON"):
-        load_tokenizer(tmp_path)
+    for content, message in ((b"{", "not JSON"), (b"\xff", "not JSON"), (b"[]", "must hold a JSON object, found list")):
+        (tmp_path / "tokenizer_config.json").write_bytes(content)
+        with pytest.raises(TraceError, match=rf"tokenizer_config.json: {message}"):
+            load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TraceError, match="not a tokenizer file"):
         load_tokenizer(tmp_path)

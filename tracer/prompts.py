@@ -65,7 +65,9 @@ def encode_prompts(
             for its answer.
     """
     if tokenizer.vocab_size > config.vocab_size:
-        raise TraceError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}")
+        raise TraceError(
+            f"tokenizer of {tokenizer.vocab_size} tokens: must be the model's, which knows {config.vocab_size} at most"
+        )
     whole_blocks = config.max_position_embeddings // settings.block_length * settings.block_length
     longest = whole_blocks - settings.gen_length
     if longest < 1:

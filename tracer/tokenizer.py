@@ -106,9 +106,11 @@ def _special_tokens(directory: Path) -> dict[str, str]:
         if not path.is_file():
             continue
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise TraceError(f"{path}: not JSON ({error.msg} at line {error.lineno})") from error
+            found: Any = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise TraceError(f"{path}: not JSON ({error})") from error
+        if not isinstance(found, dict):
+            raise TraceError(f"{path}: must hold a JSON object, found {type(found).__name__}")
         for role, token in found.items():
             text = token.get("content") if isinstance(token, dict) else token
             if role.endswith("_token") and isinstance(text, str):
