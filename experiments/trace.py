@@ -23,7 +23,7 @@ except ModuleNotFoundError:
 
 from tracer import locality
 from tracer.capture import trace_metadata, trace_prompts
-from tracer.checkpoint import checkpoint_hash, load, read_config
+from tracer.checkpoint import load, read_config, read_provenance
 from tracer.decode import DecodeResult, DecodeSettings, ForwardEvent
 from tracer.models import find_model
 from tracer.prompts import Prompt, encode_prompts, read_prompts
@@ -113,10 +113,10 @@ def run(config: DictConfig) -> None:
         loop=decode.loop,
     )
     encoded = encode_prompts(prompts, tokenizer, model_config, settings, config.prompts)
-    hash_ = checkpoint_hash(directory)
+    provenance = read_provenance(directory)
     model = load(directory, device=config.device, dtype=DTYPES[config.dtype])
     name = directory.resolve().name
-    metadata = trace_metadata(model, settings, name, hash_, config.gate_dtype, config.signals)
+    metadata = trace_metadata(model, settings, name, provenance, config.gate_dtype, config.signals)
     progress = _Progress(len(prompts), settings.gen_length)
     with progress.bar, TraceWriter(path, metadata, overwrite=config.output.overwrite) as writer:
         results = trace_prompts(model, encoded, settings, writer, signals=config.signals, on_forward=progress.forward)

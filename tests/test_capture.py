@@ -6,6 +6,7 @@ import torch
 from tiny_model import CONFIG, EOS_ID, MASK_ID, tiny_model
 
 from tracer.capture import ObservedModel, Recorder, trace_metadata, trace_prompts
+from tracer.checkpoint import Provenance
 from tracer.decode import DecodeError, DecodeSettings, decode_request
 from tracer.llada2 import block_causal_mask
 from tracer.observe import Observation, best_scored, sketch_projection
@@ -55,6 +56,7 @@ class FullWindowModel:
 
 def test_t1_rows_and_hook_calls_of_every_forward():
     _, passes = trace()
+    assert len(passes) > 3 * len(PROMPTS)
     assert [item.pass_id for item in passes] == list(range(len(passes)))
     for item in passes:
         num_tokens = int(item.num_tokens[0])
@@ -116,6 +118,7 @@ def test_l4_the_forward_that_commits_routes_the_final_tokens(threshold):
         routed = torch.stack([layer.ids for layer in observation.layers])[:, last.positions]
         assert np.array_equal(last.expert_ids, routed.numpy())
         assert np.array_equal(last.token_ids_in, window[last.positions])
+    assert kinds
     assert kinds <= {ForwardKind.COMMIT, ForwardKind.IDLE}
     if threshold == 0.0:
         assert kinds == {ForwardKind.IDLE}
@@ -132,6 +135,7 @@ def test_cosines_compare_with_the_blocks_previous_forward():
     observation = Observation(model, False)
     before = None
     results, _ = trace(model)
+    assert {item.iterations[0] for item in passes} >= {0, 1, 2}
     for item in passes:
         window = np.concatenate([results[item.requests[0]].token_ids[: item.kv_lens[0]], item.token_ids_in])
         full_window(model, window, 16, observation)
@@ -162,6 +166,7 @@ def test_signals_are_what_the_gates_say():
     model = tiny_model()
     _, passes = trace(model, prompts=PROMPTS[:1], signals=True)
     gates = dict(model.moe_layers())
+    assert sum(item.kv_lens[0] == 0 for item in passes) > 3
     for item in passes:
         observation = Observation(model, False)
         kept = []
@@ -170,6 +175,7 @@ def test_signals_are_what_the_gates_say():
         if item.kv_lens[0] > 0:
             continue
         full_window(model, item.token_ids_in, 16, observation)
+        assert len(kept) == 3
         signals = item.signals
         assert signals.score_ids.shape == signals.scores.shape == (3, 16, 32)
         assert signals.ahead_ids.shape == (3, 3, 16, 16)
@@ -198,6 +204,7 @@ def test_masks_share_one_sketch():
     _, passes = trace(model, prompts=PROMPTS[:1], signals=True)
     first = passes[1]
     masks = first.signals.sketch[first.is_masked_in]
+    assert len(masks) == 9
     assert (masks == masks[0]).all()
     embedding = model.word_embeddings.weight[MASK_ID].detach()
     assert masks[0] == pytest.approx((embedding @ sketch_projection(32)).numpy(), abs=1e-6)
@@ -211,7 +218,7 @@ def test_chosen_experts_are_kept_though_their_scores_are_not_the_best():
 
 def test_without_signals_none_are_written():
     _, passes = trace(prompts=PROMPTS[:1])
-    assert all(item.signals is None for item in passes)
+    assert {item.signals for item in passes} == {None}
 
 
 @pytest.mark.parametrize("fault", ["twice", "never", "other"])
@@ -257,7 +264,8 @@ def test_tracing_twice_gives_the_same():
 
 def test_metadata_says_how_the_trace_was_made():
     model = tiny_model()
-    metadata = trace_metadata(model, settings(), "proxy-tiny", "abc", "float16", signals=True)
+    provenance = Provenance("abc", 1234, {"a.safetensors": "def"}, {"minutes": 4.5, "steps": 7})
+    metadata = trace_metadata(model, settings(), "proxy-tiny", provenance, "float16", signals=True)
     assert metadata.source == "proxy:proxy-tiny"
     assert metadata.shape == CONFIG.shape()
     assert metadata.decode == {
@@ -270,7 +278,26 @@ def test_metadata_says_how_the_trace_was_made():
     }
     assert metadata.details["checkpoint_hash"] == "abc"
     assert (metadata.details["mask_id"], metadata.details["eos_id"]) == (MASK_ID, EOS_ID)
+    assert metadata.details["checkpoint"] == {"total_size": 1234, "shards": {"a.safetensors": "def"}}
+    assert metadata.details["training"] == {"minutes": 4.5, "steps": 7}
     assert metadata.details["mask_mode"] == "strict"
+    assert (metadata.details["sampler"], metadata.details["sampler_patched"]) == ("greedy argmax", False)
     assert metadata.details["dtype"] == "float32"
     assert metadata.details["sketch_seed"] == 0
-    assert trace_metadata(model, settings(), "llada", "abc", "float16", signals=False).source == "model:llada"
+
+
+def test_metadata_says_which_precision_routed():
+    model = tiny_model().bfloat16()
+    provenance = Provenance("abc", None, {}, None)
+    metadata = trace_metadata(model, settings(), "llada", provenance, "float16", signals=False)
+    assert metadata.source == "model:llada"
+    assert [metadata.details[f"{part}dtype"] for part in ("", "router_", "expert_bias_")] == [
+        "bfloat16",
+        "float32",
+        "float32",
+    ]
+    assert not metadata.details.keys() & {"training", "sketch_seed"}
+    (_, first), *_ = model.moe_layers()
+    first.gate.expert_bias = first.gate.expert_bias.bfloat16()
+    rounded = trace_metadata(model, settings(), "llada", provenance, "float16", signals=False)
+    assert rounded.details["expert_bias_dtype"] == "bfloat16, float32"

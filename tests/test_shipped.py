@@ -8,7 +8,7 @@ import torch
 from experiments.run import simulate
 from tracer import doctor
 from tracer.capture import trace_prompts
-from tracer.checkpoint import checkpoint_hash, load
+from tracer.checkpoint import load, read_provenance
 from tracer.corpus import prompts, split_of
 from tracer.decode import DecodeSettings
 from tracer.models import find_model
@@ -27,7 +27,11 @@ def test_the_trace_is_sound():
 def test_the_trace_is_of_the_shipped_model():
     metadata = TraceReader(find_trace("proxy-tiny")).metadata
     assert metadata.source == "proxy:proxy-tiny"
-    assert metadata.details["checkpoint_hash"] == checkpoint_hash(find_model("proxy-tiny"))
+    provenance = read_provenance(find_model("proxy-tiny"))
+    assert metadata.details["checkpoint_hash"] == provenance.checkpoint_hash
+    assert metadata.details["checkpoint"] == {"total_size": provenance.total_size, "shards": provenance.shards}
+    assert metadata.details["training"] == provenance.training
+    assert metadata.details["training"]["minutes"] == 4.45
 
 
 def test_tracing_again_gives_the_same_tokens_and_experts():

@@ -1,10 +1,12 @@
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,10 @@ def test_traces_prints_texts_and_a_summary(workplace, oled_trace):
     assert reader.metadata.gate_dtype == "float16"
     assert reader.metadata.details["engine"] == "oledsim"
     assert len(reader.metadata.details["checkpoint_hash"]) == 64
+    shards = sorted(path.name for path in (workplace / "tiny").glob("*.safetensors"))
+    assert sorted(reader.metadata.details["checkpoint"]["shards"]) == shards
+    assert reader.metadata.details["checkpoint"]["total_size"] > 0
+    assert "training" not in reader.metadata.details
     assert [f"--- line {n}: 20 tokens" in out for n in (1, 2, 3)] == [True] * 3
     decode = [item for item in passes if item.kind != ForwardKind.PREFILL]
     accepted = sum(int(item.num_accepted[0]) for item in passes)
@@ -79,6 +85,36 @@ def test_traces_prints_texts_and_a_summary(workplace, oled_trace):
     assert "floor between unrelated requests: 0." in summary["adjacent overlap"]
     assert files(workplace)[:3] == ["out.trace", "out.trace/forwards.parquet", "out.trace/routing.parquet"]
     assert not [name for name in files(workplace) if name.startswith((".", "outputs"))]
+
+
+def test_facts_of_the_training_reach_the_trace(workplace, oled_trace, checkpoint):
+    facts = {"config": "tiny", "minutes": 1.5, "device": "cpu", "steps": 7, "million_tokens": 0.1, "seed": 0}
+    shutil.copytree(checkpoint, workplace / "trained")
+    (workplace / "trained" / "training.json").write_text(json.dumps(facts))
+    assert oled_trace(*FAST, "max_prompts=1", model="trained")[0] == 0
+    assert TraceReader(workplace / "out.trace").metadata.details["training"] == facts
+
+
+def test_damaged_facts_of_the_training_are_refused(workplace, oled_trace, checkpoint):
+    shutil.copytree(checkpoint, workplace / "trained")
+    (workplace / "trained" / "training.json").write_text("{")
+    refused(workplace, oled_trace, "trained/training.json: is not JSON", *FAST, model="trained")
+
+
+def keys_of(schema, prefix=""):
+    for field in fields(schema):
+        nested = field.default_factory
+        if is_dataclass(nested):
+            yield from keys_of(nested, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"
+
+
+def test_help_lists_every_key(oled_trace):
+    code, out, err = oled_trace("--help", model=None, prompts=None, output=None)
+    assert (code, err) == (0, "")
+    listed = [line.split()[0] for line in out.splitlines() if re.match(r"[a-z_.]+  +\S", line)]
+    assert sorted(listed) == sorted(keys_of(command.Trace))
 
 
 def test_options_reach_the_trace(workplace, oled_trace):
@@ -176,6 +212,11 @@ def test_bad_prompts(workplace, oled_trace, content, message):
         ([], {"output": "prompts.txt"}, "prompts.txt: exists already"),
         (["output.overwrite=true"], {"output": "prompts.txt"}, "prompts.txt: is not a trace"),
         ([], {"output": "prompts.txt/out.trace"}, "prompts.txt/out.trace: "),
+        (
+            [],
+            {"output": "nope/../out.trace"},
+            "nope/../out.trace: no directory nope/..; one named with .. must be there",
+        ),
     ],
 )
 def test_bad_settings(workplace, oled_trace, overrides, given, message):
@@ -212,7 +253,7 @@ def test_a_decode_error_leaves_nothing(workplace, oled_trace, monkeypatch):
         return masked & False
 
     monkeypatch.setattr("tracer.decode.accept_dinfer", stall)
-    refused(workplace, oled_trace, "request 0, block 0: nothing can be accepted", *FAST)
+    refused(workplace, oled_trace, "request 0, block 0, iteration 1: nothing can be accepted", *FAST)
 
 
 def spawn(directory, *arguments):

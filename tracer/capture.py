@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from tracer.checkpoint import Provenance
 from tracer.decode import DecodeResult, DecodeSettings, ForwardEvent, decode_request
 from tracer.llada2 import LLaDA2, block_causal_mask
 from tracer.observe import SKETCH_SEED, LayerObservation, Observation
@@ -149,19 +150,29 @@ def _mean_cosine(before: Tensor, now: Tensor) -> Tensor:
 
 
 def trace_metadata(
-    model: LLaDA2, settings: DecodeSettings, name: str, checkpoint_hash: str, gate_dtype: str, signals: bool
+    model: LLaDA2, settings: DecodeSettings, name: str, provenance: Provenance, gate_dtype: str, signals: bool
 ) -> TraceMetadata:
     """What a trace says of its making; a model whose name starts with proxy- is a proxy."""
+    bias_dtypes = {_name(layer.gate.expert_bias.dtype) for _, layer in model.moe_layers()}
     details = {
         "engine": "oledsim",
         "versions": {"oledsim": version("oledsim"), "torch": torch.__version__, "python": platform.python_version()},
-        "checkpoint_hash": checkpoint_hash,
+        "checkpoint_hash": provenance.checkpoint_hash,
+        "checkpoint": {"total_size": provenance.total_size, "shards": provenance.shards},
         "mask_id": settings.mask_id,
         "eos_id": settings.eos_id,
         "mask_mode": "strict",
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "sampler": "greedy argmax",
+        "sampler_patched": False,  # no stock sampler is involved
+        "dtype": _name(model.dtype),
+        "router_dtype": _name(torch.float32),
+        "expert_bias_dtype": ", ".join(sorted(bias_dtypes)),  # as held; added to the scores in router_dtype
         "device": str(model.device),
     }
+    if provenance.training is not None:
+        details["training"] = provenance.training
+    if signals:
+        details["sketch_seed"] = SKETCH_SEED
     return TraceMetadata(
         shape=model.config.shape(),
         source=f"{'proxy' if name.startswith('proxy-') else 'model'}:{name}",
@@ -174,8 +185,12 @@ def trace_metadata(
             "early_stop": settings.early_stop,
             "temperature": 0.0,
         },
-        details=details | ({"sketch_seed": SKETCH_SEED} if signals else {}),
+        details=details,
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def trace_prompts(
