@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from policies.contract import End, Plan, PlanError, Policy, PolicyError, Step, View
 from policies.jit import jit
+from policies.pool import part_of_pool, pool_of
 from tracer.schema import ModelShape
 
-# What is wrong with a plan, as `find_violation` answers; an expert, or layer * E + expert, goes with each
+# What is wrong with a plan, as `find_violation` answers; an expert, or its number in the pool, goes with each
 FINE = 0
 TRANSFER_RANGE = 1
 CPU_RANGE = 2
@@ -52,11 +53,10 @@ def find_violation(plan, step, view):
         if served[expert] == 2 and view.in_flight[layer, expert]:
             return IN_FLIGHT_ON_CPU, expert
 
-    # the pool is one layer, or all of them, numbered layer * E + expert
-    first = layer if plan.retained.size == num_experts else 0
+    pool = pool_of(view.capacity, layer)
     taken = 0
     for index in range(plan.retained.size):
-        at, expert = first + index // num_experts, index % num_experts
+        at, expert = pool + index // num_experts, index % num_experts
         if plan.retained[index]:
             taken += 1
             arrives = at == layer and served[expert] == 1
@@ -66,7 +66,7 @@ def find_violation(plan, step, view):
             taken += 1
             if at == layer and served[expert] == 1:
                 return PROMOTED_LEAVES, expert
-    if taken > view.capacity[layer if view.capacity.size > 1 else 0]:
+    if taken > view.capacity[pool]:
         return TOO_MANY, taken
 
     if plan.prefetch_delay_ns < 0:
@@ -110,13 +110,11 @@ def check_plan(plan: Plan, step: Step, view: View) -> None:
 
 
 def _check_types(plan: Plan, where: str, view: View) -> None:
-    num_layers, num_experts = view.resident.shape
     if not isinstance(plan, Plan):
         raise PlanError(f"{where}: the plan is {type(plan).__name__}, must be Plan")
-    pool = num_experts if view.capacity.size == num_layers else num_layers * num_experts
     _check_array(where, "transfers", plan.transfers, np.int64, (None,))
     _check_array(where, "on_cpu", plan.on_cpu, np.int64, (None,))
-    _check_array(where, "retained", plan.retained, np.bool_, (pool,))
+    _check_array(where, "retained", plan.retained, np.bool_, (view.resident.size // view.capacity.size,))
     _check_array(where, "prefetches", plan.prefetches, np.int64, (None, 2))
     _check_array(where, "prefetch_priority", plan.prefetch_priority, np.float64, (len(plan.prefetches), 2))
 
@@ -136,6 +134,7 @@ def _check_array(where: str, name: str, array: Any, dtype: Any, shape: Sequence[
 
 def _explain(code: int, which: int, plan: Plan, step: Step, view: View) -> str:
     num_layers, num_experts = view.resident.shape
+    pool = pool_of(view.capacity, step.layer)
     transfers, on_cpu = plan.transfers.tolist(), plan.on_cpu.tolist()
     missed = np.flatnonzero((step.load > 0) & ~view.resident[step.layer]).tolist()
     served = f"missed {missed}, transfers {transfers}, on CPU {on_cpu}"
@@ -150,13 +149,12 @@ def _explain(code: int, which: int, plan: Plan, step: Step, view: View) -> str:
     if code == IN_FLIGHT_ON_CPU:
         return f"expert {which} is in flight and must be among the transfers: {served}"
     if code == NOT_HELD:
-        at, expert = divmod(which, num_experts) if plan.retained.size > num_experts else (step.layer, which)
+        at, expert = pool + which // num_experts, which % num_experts
         return f"expert {expert} of layer {at} is retained but neither resident nor transferred: transfers {transfers}"
     if code == PROMOTED_LEAVES:
         return f"expert {which} is in flight and transferred, and must be retained"
     if code == TOO_MANY:
-        capacity = view.capacity[step.layer if view.capacity.size == num_layers else 0]
-        retained = np.flatnonzero(plan.retained).tolist()
+        capacity, retained = view.capacity[pool], np.flatnonzero(plan.retained).tolist()
         return f"retained and copies in flight need {which} slots, the capacity is {capacity}: retained {retained}"
     if code == DELAY_NEGATIVE:
         return f"prefetch_delay_ns is {plan.prefetch_delay_ns}, must be at least 0"
@@ -195,15 +193,18 @@ def check_boundary(capacity: NDArray[np.int64], evictions: NDArray[np.bool_], en
 
 
 def check_place(placed: NDArray[np.bool_], step: Step, view: View) -> None:
-    """Refuse what `place` answered, unless it fits into the layer.
+    """Refuse what `place` answered, unless it fits into the layer's pool beside the residents of other layers.
 
     Raises:
         PlanError: with request, forward and layer.
     """
     where = place_of(step)
     _check_array(where, "placed", placed, np.bool_, step.load.shape)
-    if placed.sum() > view.capacity[step.layer]:
-        raise PlanError(f"{where}: places {placed.sum()} experts, the capacity is {view.capacity[step.layer]}")
+    others = part_of_pool(view.capacity, step.layer, view.resident).sum() - view.resident[step.layer].sum()
+    capacity = view.capacity[pool_of(view.capacity, step.layer)]
+    if placed.sum() + others > capacity:
+        beside = f" beside {others} of other layers" if others else ""
+        raise PlanError(f"{where}: places {placed.sum()} experts{beside}, the capacity is {capacity}")
 
 
 def check_start(

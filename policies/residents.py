@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from policies.check import check_boundary, check_place, check_plan, check_start, place_of
 from policies.contract import End, Estimates, Plan, Policy, PolicyError, Step, View
+from policies.pool import number_in_pool, part_of_pool, pool_of
 from tracer.schema import ModelShape
 
 
@@ -42,11 +43,15 @@ class Residents:
 
     def of_pool(self, layer: int, experts: NDArray[Any]) -> NDArray[Any]:
         """The part of an [L, E] array that is the pool of a layer: [E], or [L * E] where the pool is global."""
-        return experts.reshape(-1) if self._policy.pool == "global" else experts[layer]
+        return part_of_pool(self.capacity, layer, experts)
 
     def capacity_of(self, layer: int) -> int:
         """Slots of the pool that a layer uses."""
-        return int(self.capacity[0 if self._policy.pool == "global" else layer])
+        return int(self.capacity[pool_of(self.capacity, layer)])
+
+    def number(self, layer: int, expert: Any) -> Any:
+        """Number of an expert, or of each of an array of them, within the pool of its layer."""
+        return number_in_pool(self.capacity, self.resident.shape[1], layer, expert)
 
     def free_slots(self, layer: int) -> int:
         """Slots of a layer's pool that hold neither a resident nor a copy in flight."""
@@ -93,7 +98,7 @@ class Residents:
         """
         resident = self.of_pool(layer, self.resident)
         resident[at_gate & ~plan.retained] = False
-        numbers = plan.transfers + (layer * self.resident.shape[1] if self._policy.pool == "global" else 0)
+        numbers = self.number(layer, plan.transfers)
         resident[numbers[plan.retained[numbers]]] = True
 
     def boundary(self, end: End) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.contract import End, Step
+from policies.pool import pool_of
 from policies.residents import Residents
 
 
@@ -16,7 +17,7 @@ class Slots:
 
     A slot is taken by a resident, by the prefetch in progress, or by a demand copy of the running layer. A resident
     that a plan does not retain is one no longer when its slot becomes free, not only when the layer ends. Within a
-    pool experts are numbered as in `Plan.retained`: by their own id, or layer * E + expert where the pool is global.
+    pool experts are numbered as in `Plan.retained`.
 
     Args:
         residents: of the run, at its start.
@@ -48,17 +49,14 @@ class Slots:
         """Some slot is free, whichever pool it belongs to."""
         return self.num_taken < self.num_slots
 
-    def number(self, layer: int, expert: int) -> int:
-        """Number of an expert within its pool."""
-        return expert if self._is_apart else layer * self.residents.resident.shape[1] + expert
-
     def free(self, layer: int) -> int:
         """Free slots of a layer's pool: capacity less residents, the prefetch in progress and what will be retained.
 
         It is negative while residents that leave are still read by the kernel over the hits.
         """
-        entering = 0 if self._is_apart and layer != self._layer else len(self._entering)
-        return self.residents.free_slots(layer) - entering
+        capacity = self.residents.capacity
+        shares_pool = pool_of(capacity, layer) == pool_of(capacity, self._layer)
+        return self.residents.free_slots(layer) - (len(self._entering) if shares_pool else 0)
 
     def begin(self, layer: int, row: dict[str, int]) -> None:
         """A layer begins; `row` of the log counts what happens from now on."""
@@ -97,7 +95,7 @@ class Slots:
         leaving = at_gate & ~retained
         self._leaving = leaving & in_use
         self._leave(self._layer, np.flatnonzero(leaving & ~in_use))
-        numbers = [self.number(self._layer, expert) for expert in demanded]
+        numbers = [self.residents.number(self._layer, expert) for expert in demanded]
         self._entering = {number for number in numbers if retained[number]}
 
     def hold(self) -> None:
@@ -106,7 +104,8 @@ class Slots:
 
     def release(self, experts: Iterable[int]) -> None:
         """The kernel over these demand copies has run; those that are not retained give up their slots."""
-        self._num_held -= sum(self.number(self._layer, expert) not in self._entering for expert in experts)
+        numbers = [self.residents.number(self._layer, expert) for expert in experts]
+        self._num_held -= sum(number not in self._entering for number in numbers)
 
     def enter(self) -> None:
         """The running layer ends: the transfers that it retains become residents."""
@@ -123,7 +122,7 @@ class Slots:
 
     def holds(self, layer: int, expert: int) -> bool:
         """An expert is resident, or will be when the running layer ends."""
-        is_entering = layer == self._layer and self.number(layer, expert) in self._entering
+        is_entering = layer == self._layer and self.residents.number(layer, expert) in self._entering
         return is_entering or bool(self.residents.resident[layer, expert])
 
     def give_way(self, layer: int, expert: int, score: NDArray[np.float64]) -> bool:
@@ -151,10 +150,6 @@ class Slots:
         self.residents.resident[layer, expert] = True
         self._untried[layer, expert] = not is_promoted
         self._in_use[layer, expert] = is_promoted
-
-    @property
-    def _is_apart(self) -> bool:
-        return self.residents.capacity.size == self.residents.resident.shape[0]
 
     def _leave(self, layer: int, numbers: NDArray[np.int64]) -> None:
         if len(numbers):

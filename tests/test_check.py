@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from test_driver import plan
 
-from policies.check import check_plan
+from policies.check import check_place, check_plan
 from policies.contract import Estimates, PlanError, Step, View
 
 E = 6
@@ -121,3 +121,13 @@ def test_a_global_pool_is_checked_as_a_whole():
         check_plan(plan([2], retained=[0, 1, 8, 11], size=12), step, view._replace(capacity=np.array([4])))
     with pytest.raises(PlanError, match=r"retained is bool of shape \(6,\), must be bool of \(12\)"):
         check_plan(plan([2], retained=[0]), step, view)
+
+
+def test_a_place_fits_into_its_pool():
+    placed = np.isin(np.arange(E), [1, 2, 3])
+    for capacity in ((0, 3), (5,)):
+        check_place(placed, STEP, view_with([(1, 0), (0, 4), (0, 5)], capacity=capacity))
+    with pytest.raises(PlanError, match=WHERE + "places 3 experts, the capacity is 2"):
+        check_place(placed, STEP, view_with([(0, 5)], capacity=(3, 2)))
+    with pytest.raises(PlanError, match=WHERE + "places 3 experts beside 2 of other layers, the capacity is 4"):
+        check_place(placed, STEP, view_with([(1, 0), (0, 4), (0, 5)], capacity=(4,)))
