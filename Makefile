@@ -10,6 +10,9 @@ BIN := $(VENV)/bin
 
 .PHONY: test demo lint types wheel clean
 
+# the models of tests and demonstration are too small for more
+test demo: export OMP_NUM_THREADS ?= 1
+
 test: $(VENV)/.dev lint
 	$(BIN)/pytest
 

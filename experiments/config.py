@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, asdict, dataclass, field, fields, make_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -127,10 +127,5 @@ def shape_of(config: DictConfig) -> ModelShape | Literal["trace"]:
 def _policy_class(name: str, knobs: type) -> type:
     """A schema with the knobs of a policy: mutable, because Hydra cannot override keys of a frozen dataclass."""
     hints = get_type_hints(knobs)
-    entries = [(entry.name, _plain(hints[entry.name]), _default(entry)) for entry in fields(knobs)]
+    entries = [(entry.name, hints[entry.name], _default(entry)) for entry in fields(knobs)]
     return make_dataclass(f"policy={name}", [("name", str, name), *entries])
-
-
-def _plain(hint: Any) -> Any:
-    """A type that OmegaConf takes: it refuses Literal, whose values the policy checks itself."""
-    return type(get_args(hint)[0]) if get_origin(hint) is Literal else hint

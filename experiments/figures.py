@@ -68,7 +68,7 @@ def _plot(table: pl.DataFrame, column: str, label: str, title: str, path: Path, 
     figure = Figure(figsize=(7.2, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    sized = table.filter(~pl.col("policy").is_in(["full", "ondemand"]))
+    sized = table.filter("sized")
     sizes = sorted(sized["slots_per_layer"].unique())
     drawn: dict[str, int] = {}
     for rows in table.partition_by("policy", "variant", "misses", maintain_order=True):
@@ -109,7 +109,7 @@ def _draw(axes: Axes, points: pl.DataFrame, column: str, style: Style, nth: int)
     """Draw one policy: a line over the sizes, or one across where the policy ignores the size."""
     first: dict[str, Any] = points.row(0, named=True)
     name = first["policy"] + (f" ({first['variant']})" if first["variant"] else "")
-    if first["policy"] in ("full", "ondemand"):
+    if not first["sized"]:
         axes.axhline(first[column], color=style.color, linestyle=style.line, linewidth=1.5, label=name)
         return
     line: Any = style.line if nth == 0 else _VARIANT_LINES[(nth - 1) % len(_VARIANT_LINES)]

@@ -9,15 +9,18 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from experiments.profiles import profile_hash
 from policies.contract import Policy
+from policies.jit import source_hash
 from policies.profile import HardwareProfile
 from tracer.store import TraceReader
 
+PACKAGES = ("experiments", "policies", "simulator", "tracer")
 LIBRARIES = ("oledsim", "numpy", "numba", "polars", "pyarrow", "simpy", "hydra-core")
 
 
@@ -42,10 +45,16 @@ def manifest(
             "content_hash": reader.metadata.content_hash,
         },
         "profile": {**json.loads(json.dumps(asdict(profile))), "hash": profile_hash(profile)},
+        "sources": sources(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
         "source_tree": _source_tree(),
         "host": {"system": platform.platform(), "machine": platform.machine(), "num_cpus": os.cpu_count()},
     }
+
+
+def sources() -> str:
+    """Names the code that made a result; a sweep takes up only results of the code that it runs with."""
+    return source_hash("conf/**/*.yaml", *(f"{package}/*.py" for package in PACKAGES))
 
 
 def _version(distribution: str) -> str | None:
@@ -55,6 +64,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+@cache
 def _source_tree() -> dict[str, Any]:
     """Commit and dirty flag of the checkout that this file lies in; both null when it is an installed copy."""
     root = Path(__file__).resolve().parent.parent

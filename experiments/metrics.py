@@ -7,6 +7,8 @@ commit and edit. Ratios are sum over sum, not means of ratios, except where the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import polars as pl
 
 
@@ -111,3 +113,52 @@ def link_busy_ratio(forwards: pl.DataFrame) -> float | None:
 def cpu_busy_ratio(forwards: pl.DataFrame) -> float | None:
     """Share of decode time in which CPU experts run or their results return."""
     return _ratio(_sum(forwards, "cpu_busy_ns"), _sum(forwards, "time_ns"))
+
+
+def exposed_stall_ms_per_token(forwards: pl.DataFrame) -> float | None:
+    """The part of the time per output token that is exposed stall."""
+    return _ratio(exposed_stall_ms(forwards), num_accepted(forwards))
+
+
+def num_requests(forwards: pl.DataFrame) -> int:
+    """Requests counted."""
+    return counted(forwards)["requests"].explode().n_unique()
+
+
+def num_decode_forwards(forwards: pl.DataFrame) -> int:
+    """Decode forwards counted."""
+    return decode(forwards).height
+
+
+def num_accepted(forwards: pl.DataFrame) -> int:
+    """Masked positions accepted."""
+    return int(_sum(forwards, "num_accepted"))
+
+
+METRICS = (
+    tpot_ms,
+    ttft_ms,
+    utilization,
+    utilization_slot_weighted,
+    hit_ratio,
+    token_hit_ratio,
+    effective_transfer_ratio,
+    exposed_stall_ms,
+    exposed_stall_ms_per_token,
+    tokens_per_forward,
+    num_requests,
+    num_decode_forwards,
+    num_accepted,
+    policy_ms,
+    link_busy_ratio,
+    cpu_busy_ratio,
+)
+
+
+def measure(forwards: pl.DataFrame, expert_bytes: int) -> dict[str, Any]:
+    """Every metric of a run, by name."""
+    return {
+        **{metric.__name__: metric(forwards) for metric in METRICS},
+        "h2d_bytes": h2d_bytes(forwards, expert_bytes),
+        **{f"forward_ms_p{percent}": forward_ms(forwards, percent / 100) for percent in (50, 90, 99)},
+    }

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
-from datetime import date
 from importlib.resources import files
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-import yaml
+from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from policies.profile import HardwareProfile, ProfileError
 from tracer.schema import ModelShape, TraceError, choices
@@ -78,26 +77,20 @@ def _read(group: str, name_or_path: str | Path) -> dict[str, Any]:
             text = own.read_text()
         except OSError as error:
             raise ProfileError(f"{own}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ProfileError(f"{own}: cannot be read: not a text in UTF-8") from None
     else:
         raise ProfileError(
             f"{group} {str(name_or_path)!r}: not known; {choices(str(name_or_path), names(group))}, or the path of a .yaml file"
         )
     try:
-        values = yaml.load(text, _NumberLoader)
-    except yaml.YAMLError as error:
+        # OmegaConf's YAML, as everywhere in the configuration: it reads 55e9 as a number and leaves dates text
+        values = OmegaConf.to_container(OmegaConf.create(text))
+    except YAMLError as error:
         raise ProfileError(f"{name_or_path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ProfileError(f"{name_or_path}: must hold keys and values")
     return values
-
-
-class _NumberLoader(yaml.SafeLoader):
-    """YAML 1.1 reads 55e9 as text; people write rates so, and mean a number."""
-
-
-_NumberLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
 
 
 def _record(kind: type, values: Any, where: str) -> Any:
@@ -146,7 +139,7 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
         return int(value)
     if hint is bool and isinstance(value, bool):
         return value
-    if hint is str and isinstance(value, (str, int, float, date)):
+    if hint is str and isinstance(value, (str, int, float)):
         return str(value)
     raise ProfileError(f"{where} is {value!r}, must be {_WORDS[hint]}")
 

@@ -8,20 +8,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from policies.log import DecisionHash, LogChunk, Ragged, Table
+from policies.log import PREFETCH_COUNTS, DecisionHash, LogChunk, Ragged, Table
 from tracer.schema import ForwardKind
-
-PREFETCH_COUNTS = (
-    "prefetch_issued",
-    "prefetch_started",
-    "prefetch_landed",
-    "prefetch_late",
-    "prefetch_unserved",
-    "prefetch_unused",
-    "prefetch_dropped_begin",
-    "prefetch_dropped_flag",
-    "prefetch_dropped_victim",
-)
 
 
 class ForwardTable:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import polars as pl
-import pyarrow as pa
-import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from experiments import metrics
+from experiments.files import RunFiles
 from experiments.manifest import manifest
 from experiments.profiles import changes_of, load_profile, load_shape
 from experiments.results import ForwardTable
 from policies.contract import Context, Policy, PolicyError
-from policies.log import LAYER_COLUMNS, LAYER_LISTS, LogChunk
 from policies.profile import Costs, HardwareProfile, estimates_of
 from policies.registry import build_policy
 from simulator.des import simulate as simulate_events
@@ -128,45 +122,25 @@ def simulate(
     expert_bytes = charged.expert_bytes(expert_dtype)
     costs = profile.costs(charged, expert_bytes, policy)
     calibration_name = f"first {warmup_requests} of {reader.num_requests} requests of the trace"
-    built = build_policy(
-        policy,
-        dict(knobs or {}),
-        Context(
-            shape=traced,
-            passes=reader,
-            calibration=FirstRequests(reader, warmup_requests),
-            calibration_name=calibration_name,
-            estimates=estimates_of(costs),
-            seed=seed,
-        ),
-    )
+    calibration = FirstRequests(reader, warmup_requests)
+    context = Context(shape=traced, passes=reader, calibration=calibration, seed=seed)
+    built = build_policy(policy, dict(knobs or {}), context)
+    staging = 2 * costs.transfer_chunk if staging_slots is None else staging_slots
+    slots = slots_per_layer * traced.num_layers
+    chunks = simulate_events(reader, built, traced, slots, costs, estimates_of(costs), staging_slots=staging)
     table = ForwardTable(
         traced.num_layers, traced.num_experts, warmup_requests, costs.policy_ns, built.pool == "global"
     )
-    staging = 2 * costs.transfer_chunk if staging_slots is None else staging_slots
     run_manifest = manifest(reader, profile, built, config or {}, seed, calibration_name)
-    with _Output(output) as files:
-        bar = tqdm(total=reader.num_passes, desc=policy, unit="forward", disable=not (progress and sys.stderr.isatty()))
-        chunks = simulate_events(
-            reader,
-            built,
-            traced,
-            slots_per_layer * traced.num_layers,
-            costs,
-            estimates_of(costs),
-            staging_slots=staging,
-        )
-        with bar:
-            for chunk in chunks:
-                table.add(chunk)
-                files.add_layers(chunk)
-                bar.update(len(chunk.forwards))
-        result = Result(
-            _summary(table, built, reader, profile, costs, slots_per_layer, staging, warmup_requests, charged),
-            table.frame(),
-            run_manifest,
-        )
-        files.finish(result, per_layer)
+    bar = tqdm(total=reader.num_passes, desc=policy, unit="forward", disable=not (progress and sys.stderr.isatty()))
+    with RunFiles(output) as files, bar:
+        for chunk in chunks:
+            table.add(chunk)
+            files.add(chunk)
+            bar.update(len(chunk.forwards))
+        summary = _summary(table, built, reader, profile, costs, charged, warmup_requests, staging)
+        result = Result(summary, table.frame(), run_manifest)
+        files.finish(result.summary, result.manifest, result.forwards, per_layer)
     return result
 
 
@@ -175,7 +149,7 @@ def _check_sizes(
 ) -> None:
     if not 1 <= slots_per_layer <= shape.num_experts:
         raise PolicyError(
-            f"cache.slots_per_layer is {slots_per_layer}, must be 1 to {shape.num_experts}, the experts of a layer of this trace"
+            f"slots_per_layer is {slots_per_layer}, must be 1 to {shape.num_experts}, the experts of a layer of this trace"
         )
     if not 0 <= warmup_requests < reader.num_requests:
         raise TraceError(
@@ -191,112 +165,35 @@ def _summary(
     reader: TraceReader,
     profile: HardwareProfile,
     costs: Costs,
-    slots_per_layer: int,
-    staging_slots: int,
-    warmup_requests: int,
     charged: ModelShape,
+    warmup_requests: int,
+    staging_slots: int,
 ) -> dict[str, Any]:
-    forwards = table.frame()
-    traced = reader.metadata.shape
-    slots = (
-        slots_per_layer
-        if policy.sized
-        else policy.init(policy.params, traced, slots_per_layer * traced.num_layers)[2].sum() // traced.num_layers
-    )
-    decode = metrics.decode(forwards)
-    tokens = int(decode["num_accepted"].sum())
-    stall_ms = metrics.exposed_stall_ms(forwards)
-    return {
+    """One value for each of COLUMNS, in their order, and then the rest."""
+    forwards, metadata = table.frame(), reader.metadata
+    num_slots = round(forwards["num_slots"][0])  # of all layers; the sum never changes
+    values = {
         "policy": policy.name,
-        "slots_per_layer": int(slots),
-        "hardware": profile.name,
-        "trace": reader.path.stem,
-        "source": reader.metadata.source,
-        "tpot_ms": metrics.tpot_ms(forwards),
-        "ttft_ms": metrics.ttft_ms(forwards),
-        "utilization": metrics.utilization(forwards),
-        "utilization_slot_weighted": metrics.utilization_slot_weighted(forwards),
-        "hit_ratio": metrics.hit_ratio(forwards),
-        "token_hit_ratio": metrics.token_hit_ratio(forwards),
-        "effective_transfer_ratio": metrics.effective_transfer_ratio(forwards),
-        "h2d_bytes": metrics.h2d_bytes(forwards, costs.expert_bytes),
-        "exposed_stall_ms": stall_ms,
-        "decision_hash": table.decision_hash,
-        "warmup": warmup_requests,
         "variant": policy.variant,
         "pool": policy.pool,
         "misses": policy.misses,
-        "exposed_stall_ms_per_token": stall_ms / tokens if tokens else None,
-        "forward_ms_p50": metrics.forward_ms(forwards, 0.5),
-        "forward_ms_p90": metrics.forward_ms(forwards, 0.9),
-        "forward_ms_p99": metrics.forward_ms(forwards, 0.99),
-        "tokens_per_forward": metrics.tokens_per_forward(forwards),
-        "num_requests": metrics.counted(forwards)["requests"].explode().n_unique(),
-        "num_decode_forwards": decode.height,
-        "num_accepted": tokens,
-        "policy_ms": metrics.policy_ms(forwards),
-        "link_busy_ratio": metrics.link_busy_ratio(forwards),
-        "cpu_busy_ratio": metrics.cpu_busy_ratio(forwards),
-        "gpu_expert_bytes": (int(slots) * traced.num_layers + staging_slots) * costs.expert_bytes,
-        "expert_bytes": costs.expert_bytes,
-        "traced_hidden": traced.hidden,
-        "training_minutes": reader.metadata.details.get("training", {}).get("minutes"),
-        "charged_hidden": charged.hidden,
-        "charged_expert_intermediate": charged.expert_intermediate,
+        "sized": policy.sized,
+        "slots_per_layer": num_slots // metadata.shape.num_layers,
+        "trace": reader.path.stem,
+        "source": metadata.source,
+        "traced_hidden": metadata.shape.hidden,
+        "training_minutes": metadata.details.get("training", {}).get("minutes"),
+        "warmup": warmup_requests,
+        "hardware": profile.name,
         "hardware_changes": changes_of(profile),
         "provenance": profile.provenance,
         "provisional": profile.provisional,
+        "charged_hidden": charged.hidden,
+        "charged_expert_intermediate": charged.expert_intermediate,
+        "expert_bytes": costs.expert_bytes,
+        "gpu_expert_bytes": (num_slots + staging_slots) * costs.expert_bytes,
+        "decision_hash": table.decision_hash,
         "warnings": list(policy.warnings),
+        **metrics.measure(forwards, costs.expert_bytes),
     }
-
-
-class _Output:
-    """The files of a run: written under a temporary name beside their directory, moved into it when complete."""
-
-    def __init__(self, directory: str | Path | None) -> None:
-        self._final = None if directory is None else Path(directory)
-        self._writer: pq.ParquetWriter | None = None
-
-    def __enter__(self) -> _Output:
-        if self._final is not None:
-            self._final.mkdir(parents=True, exist_ok=True)
-            self._partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._final))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        if self._final is not None:
-            shutil.rmtree(self._partial, ignore_errors=True)
-
-    def add_layers(self, chunk: LogChunk) -> None:
-        """Append the layer executions of a chunk to decisions.parquet."""
-        if self._final is None:
-            return
-        arrays: dict[str, pa.Array] = {name: pa.array(chunk.layers.scalars[name]) for name in LAYER_COLUMNS}
-        for name in LAYER_LISTS:
-            column = chunk.layers.lists[name]
-            arrays[name] = pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), pa.array(column.values))
-        batch = pa.record_batch(arrays)
-        if self._writer is None:
-            self._writer = pq.ParquetWriter(self._partial / "decisions.parquet", batch.schema, compression="zstd")
-        self._writer.write_batch(batch)
-
-    def finish(self, result: Result, per_layer: bool) -> None:
-        """Write the other files and move all of them to their place."""
-        if self._final is None:
-            return
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        if per_layer:
-            shutil.copyfile(self._partial / "decisions.parquet", self._partial / "result.parquet")
-        else:
-            result.forwards.write_parquet(self._partial / "result.parquet")
-        for name, values in (("manifest.json", result.manifest), ("summary.json", result.summary)):
-            (self._partial / name).write_text(json.dumps(values, indent=2) + "\n")
-        # the summary moves last: a directory that holds one holds the rest
-        for name in ("decisions.parquet", "result.parquet", "manifest.json", "summary.json"):
-            (self._partial / name).replace(self._final / name)
+    return {name: values[name] for name in COLUMNS} | values

@@ -51,7 +51,7 @@ def run(config: DictConfig) -> None:
         seed=config.seed,
         output=directory,
         per_layer=config.output.per_layer,
-        config=record | {"overrides": overrides, "sources": sweep.sources()},
+        config=record | {"overrides": overrides},
         progress=True,
     )
     if not is_cell:

@@ -13,13 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from polars import selectors
 
 from experiments.cli import ERROR_FILE
-from experiments.table import format_table
-from policies.jit import cache_dir
+from experiments.manifest import sources
+from experiments.table import SECTION, format_table
 from policies.registry import POLICIES
 
-UNSIZED = ("full", "ondemand")  # ignore the cache size, so a sweep has one cell of each
+# these ignore the cache size, so a sweep has one cell of each
+UNSIZED = tuple(name for name, module in POLICIES.items() if not getattr(module, "SIZED", True))
 _NAMED_BY_COLUMNS = ("policy", "trace", "hardware", "cache.slots_per_layer", "output.dir")
-_ORDER = ("trace", "source", "hardware", "expert_bytes", "charged_hidden", "warmup")
 
 
 def cell_name(root: DictConfig) -> str:
@@ -31,20 +31,15 @@ def cell_name(root: DictConfig) -> str:
     config.pop("hydra", None)
     config["output"].pop("dir")
     policy = str(config["policy"]["name"])
-    slots = None if policy in UNSIZED else config["cache"].pop("slots_per_layer")
-    if slots is None:
+    size = [] if policy in UNSIZED else [str(config["cache"]["slots_per_layer"])]
+    if policy in UNSIZED:
         config.pop("cache")
-    digest = hashlib.sha256(json.dumps([config, slots], sort_keys=True, default=str).encode()).hexdigest()[:10]
-    return "-".join([policy, *([] if slots is None else [str(slots)]), digest])
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:10]
+    return "-".join([policy, *size, digest])
 
 
 # at import, so that the processes of a launcher know it too
 OmegaConf.register_new_resolver("cell_name", lambda *, _root_: cell_name(_root_), replace=True)
-
-
-def sources() -> str:
-    """Names the state of the code that decides and times; a result is used again only where it is the same."""
-    return cache_dir().name
 
 
 def is_done(directory: Path, trace_hash: str, profile_hash: str) -> bool:
@@ -52,7 +47,7 @@ def is_done(directory: Path, trace_hash: str, profile_hash: str) -> bool:
     if not (directory / "summary.json").exists():
         return False
     manifest = json.loads((directory / "manifest.json").read_text())
-    made_of = (manifest["trace"]["content_hash"], manifest["profile"]["hash"], manifest["config"].get("sources"))
+    made_of = manifest["trace"]["content_hash"], manifest["profile"]["hash"], manifest.get("sources")
     return made_of == (trace_hash, profile_hash, sources())
 
 
@@ -65,10 +60,10 @@ def collect(sweep: Path) -> tuple[pl.DataFrame, list[str]]:
     """
     summaries, configs = [], []
     for path in sorted(sweep.rglob("summary.json")):
-        config = json.loads((path.parent / "manifest.json").read_text())["config"]
-        if config.get("sources") == sources() and not (path.parent / ERROR_FILE).exists():
+        manifest = json.loads((path.parent / "manifest.json").read_text())
+        if manifest.get("sources") == sources() and not (path.parent / ERROR_FILE).exists():
             summaries.append(json.loads(path.read_text()))
-            configs.append(config)
+            configs.append(manifest["config"])
     swept = _swept(configs)
     rows = [summary | {key: column[row] for key, column in swept.items()} for row, summary in enumerate(summaries)]
     return table_of(rows, list(swept)), list(swept)
@@ -81,7 +76,7 @@ def table_of(summaries: Iterable[Mapping[str, Any]], swept: Sequence[str] = ()) 
         return table
     policies = list(POLICIES)
     rank = pl.Series("rank", [policies.index(name) if name in policies else len(policies) for name in table["policy"]])
-    keys = [*_ORDER, *swept, "slots_per_layer", "rank", "policy", "misses", "variant", "decision_hash"]
+    keys = [*SECTION, *swept, "slots_per_layer", "rank", "policy", "misses", "variant", "decision_hash"]
     ordered = table.with_columns(rank).sort(keys).drop("rank")
     return ordered.with_columns(selectors.by_dtype(pl.Null).cast(pl.Float64))
 

@@ -18,6 +18,15 @@ _SOURCES = ("policies/**/*.py", "simulator/**/*.py", "tracer/schema.py")
 
 
 @cache
+def source_hash(*patterns: str) -> str:
+    """SHA-256 over the names and contents of this installation's source files that match any of the patterns."""
+    root = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in patterns for path in root.glob(pattern)}):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 def cache_dir() -> Path:
     """Directory of compiled code: one for each state of the sources that it is made from.
 
@@ -25,15 +34,12 @@ def cache_dir() -> Path:
     file keeps the helper's old code. With the directory named by all sources, no stale code can be found.
     `OLEDSIM_CACHE_DIR` moves it; the default is the user's cache directory.
     """
-    root = Path(__file__).resolve().parent.parent
-    digest = hashlib.sha256(f"{numba.__version__} {np.__version__}".encode())
-    for path in sorted(path for pattern in _SOURCES for path in root.glob(pattern)):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    made_of = f"{source_hash(*_SOURCES)} {numba.__version__} {np.__version__}"
     base = (
         os.environ.get("OLEDSIM_CACHE_DIR")
         or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oledsim"
     )
-    return Path(base) / f"numba-{digest.hexdigest()[:16]}"
+    return Path(base) / f"numba-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
 
 
 def jit(function: Function) -> Function:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from math import floor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from policies.contract import Estimates
 from policies.jit import jit
@@ -13,6 +13,10 @@ from tracer.schema import ModelShape
 
 LONGEST_NS = 1e15  # of one cost, eleven days: sums over a run stay exact
 NON_EXPERT_BYTES = 2  # attention, gate, shared experts and head stay in bfloat16 whatever the experts are
+
+
+# Least values, where 0 is not one
+LEAST = {"h2d_slowdown": 1, "cpu_slowdown": 1, "transfer_chunk": 1, "cpu_workers": 1}
 
 
 class ProfileError(ValueError):
@@ -134,35 +138,13 @@ class HardwareProfile:
     def __post_init__(self) -> None:
         if self.provenance not in ("measured", "datasheet"):
             raise ProfileError(f"{self.name}: provenance {self.provenance!r}: allowed are measured, datasheet")
-        if self.transfer_chunk < 1 or self.cpu_workers < 1:
-            raise ProfileError(f"{self.name}: transfer_chunk and cpu_workers must be at least 1")
-        positive = {"h2d_bytes_per_s": self.h2d_bytes_per_s}
-        not_negative = {
-            "h2d_latency_ns": self.h2d_latency_ns,
-            "gate_sync_ns": self.gate_sync_ns,
-            "cpu_roundtrip_ns": self.cpu_roundtrip_ns,
-            **{f"policy_ns.{name}": value for name, value in self.policy_ns.items()},
-        }
-        if self.roofline:
-            rates = ("gpu_bytes_per_s", "gpu_flops_per_s", "cpu_bytes_per_s", "cpu_flops_per_s")
-            positive |= {f"roofline.{key}": getattr(self.roofline, key) for key in rates}
-            others = ("kernel_ns", "kernels_per_layer", "kernels_per_tail", "cpu_start_ns")
-            not_negative |= {f"roofline.{key}": getattr(self.roofline, key) for key in others}
-        for entry in self.shapes:
-            where = f"shapes[{entry.hidden}x{entry.expert_intermediate}]"
-            not_negative |= {
-                f"{where}.{key}": getattr(entry, key) for key in ("cpu_a_ns", "cpu_b0_ns", "cpu_b1_ns", "tail_ns")
-            }
-            not_negative |= {f"{where}.n_ns": min(entry.n_ns), f"{where}.g_ns": min(entry.g_ns)}
-        for key, value in positive.items():
-            if not 0 < value < float("inf"):
-                raise ProfileError(f"{self.name}: {key} is {value}, must be a number above 0")
-        for key, value in not_negative.items():
-            if not 0 <= value < float("inf"):
-                raise ProfileError(f"{self.name}: {key} is {value}, must be a number of at least 0")
-        for key in ("h2d_slowdown", "cpu_slowdown"):
-            if not 1 <= getattr(self, key) < float("inf"):
-                raise ProfileError(f"{self.name}: {key} is {getattr(self, key)}, must be at least 1")
+        for key, value in _numbers(asdict(self)):
+            name = key.rpartition(".")[2]
+            least = LEAST.get(name, 0)
+            is_rate = name.endswith("_per_s")
+            if not (least <= value < float("inf") and (value > 0 or not is_rate)):
+                allowed = "above 0" if is_rate else f"of at least {least}"
+                raise ProfileError(f"{self.name}: {key} is {value}, must be a number {allowed}")
 
     def costs(self, shape: ModelShape, expert_bytes: int, policy: str) -> Costs:
         """Costs of running `policy` on this machine with experts of this shape and size.
@@ -251,6 +233,18 @@ class HardwareProfile:
             tail_ns=rates.kernels_per_tail * rates.kernel_ns
             + (dense + shape.vocab * shape.hidden) * NON_EXPERT_BYTES * gpu_byte_ns,
         )
+
+
+def _numbers(values: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of nested records, with its key."""
+    for name, value in values.items():
+        key = f"{group}{name}"
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{key}.")
+        elif isinstance(value, tuple):
+            yield from _numbers({f"{key}[{i}]": item for i, item in enumerate(value)})
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield key, value
 
 
 def estimates_of(costs: Costs) -> Estimates:

@@ -35,6 +35,7 @@ ROW = {
     "charged_expert_intermediate": 512,
     "provenance": "datasheet",
     "provisional": False,
+    "sized": True,
     "hardware_changes": "",
     "traced_hidden": 128,
     "training_minutes": 4.45,

@@ -56,5 +56,6 @@ def test_machine_code_is_that_of_the_sources(tmp_path):
 
 
 def test_a_cache_can_be_moved(monkeypatch, tmp_path):
+    name = cache_dir().name
     monkeypatch.setenv("OLEDSIM_CACHE_DIR", str(tmp_path))
-    assert cache_dir.__wrapped__() == tmp_path / cache_dir().name
+    assert cache_dir() == tmp_path / name

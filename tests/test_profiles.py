@@ -165,15 +165,17 @@ def test_the_h200_preset_says_that_it_is_provisional_and_meets_its_probes():
         ({"h2d_bytes_per_s": -25e9}, r"mine: h2d_bytes_per_s is -25000000000.0, must be a number above 0"),
         ({"h2d_bytes_per_s": float("nan")}, "h2d_bytes_per_s is nan"),
         ({"h2d_latency_ns": -1}, "h2d_latency_ns is -1, must be a number of at least 0"),
-        ({"h2d_slowdown": 0.5}, "h2d_slowdown is 0.5, must be at least 1"),
+        ({"h2d_slowdown": 0.5}, "h2d_slowdown is 0.5, must be a number of at least 1"),
         ({"provenance": "guess"}, "allowed are measured, datasheet"),
-        ({"transfer_chunk": 0}, "transfer_chunk and cpu_workers must be at least 1"),
+        ({"transfer_chunk": 0}, "mine: transfer_chunk is 0, must be a number of at least 1"),
         ({"cpu_workers": 1.5}, "cpu_workers is 1.5, must be a whole number"),
         ({"h2d_bandwidth": 1}, "unknown key 'h2d_bandwidth'"),
         ({"h2d_latency_nss": 1}, "did you mean h2d_latency_ns?"),
         ({"h2d_latency_ns": "fast"}, "h2d_latency_ns is 'fast', must be a number"),
         ({"roofline": {"gpu_bytes_per_s": 1}}, "mine: roofline: missing gpu_flops_per_s"),
         ({"policy_ns": {"lru": -3}}, "policy_ns.lru is -3"),
+        ({"h2d_pageable_bytes_per_s": 0}, "h2d_pageable_bytes_per_s is 0, must be a number above 0"),
+        ({"shapes": [{**MEASURED, "g_ns": [1, 2, -3]}]}, r"shapes\[0\].g_ns\[2\] is -3"),
         ({"shapes": [3]}, r"mine: shapes\[0\] is 3, must hold keys and values"),
         ({"shapes": 3}, "mine: shapes is 3, must be a list"),
         ({"policy_ns": 3}, "mine: policy_ns is 3, must hold keys and values"),
@@ -186,7 +188,7 @@ def test_the_h200_preset_says_that_it_is_provisional_and_meets_its_probes():
         ({"h2d_latency_ns": None}, "h2d_latency_ns is None, must be a number"),
         ({"roofline": {**ROOFLINE, "kernels_per_layer": -5}}, "roofline.kernels_per_layer is -5"),
         ({"shapes": [{**MEASURED, "n_ns": [1, 2]}]}, r"shapes\[0\]: n_ns is \[1, 2\], must be a list of 3"),
-        ({"shapes": [{**MEASURED, "tail_ns": -1}]}, r"shapes\[2048x512\].tail_ns is -1"),
+        ({"shapes": [{**MEASURED, "tail_ns": -1}]}, r"shapes\[0\].tail_ns is -1, must be a number of at least 0"),
     ],
 )
 def test_what_is_not_a_profile_is_refused_by_key(changes, message):
@@ -202,6 +204,9 @@ def test_missing_keys_and_files(tmp_path):
     with pytest.raises(ProfileError, match="cannot be read: No such file"):
         load_profile(tmp_path / "none.yaml")
     own = tmp_path / "own.yaml"
+    own.write_bytes(b"name: \xff")
+    with pytest.raises(ProfileError, match="cannot be read: not a text in UTF-8"):
+        load_profile(own)
     own.write_text("name: [")
     with pytest.raises(ProfileError, match="not YAML"):
         load_profile(own)

@@ -15,9 +15,11 @@ import pytest
 from commands import command
 from strategies import metadata_for, random_passes
 
+from experiments import run
 from experiments.profiles import load_profile, profile_hash
 from experiments.run import COLUMNS
 from experiments.simulate import main
+from policies.profile import ProfileError
 from tracer.store import TraceWriter
 
 FILES = {"summary.json", "result.parquet", "decisions.parquet", "manifest.json"}
@@ -71,7 +73,7 @@ def test_nothing_given_but_a_trace_is_oled_on_40_slots(trace):
     code, _, err = command(main, f"trace={trace}")
     assert code == 2
     assert err == (
-        "oled-simulate: error: cache.slots_per_layer is 40, must be 1 to 16, the experts of a layer of this trace\n"
+        "oled-simulate: error: slots_per_layer is 40, must be 1 to 16, the experts of a layer of this trace\n"
     )
 
 
@@ -152,8 +154,8 @@ def refused(*arguments):
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("cache.slots_per_layer=0", ["cache.slots_per_layer is 0", "1 to 16"]),
-        ("cache.slots_per_layer=17", ["cache.slots_per_layer is 17", "1 to 16"]),
+        ("cache.slots_per_layer=0", ["slots_per_layer is 0", "1 to 16"]),
+        ("cache.slots_per_layer=17", ["slots_per_layer is 17", "1 to 16"]),
         ("cache.slot_per_layer=8", ["cache.slot_per_layer", "did you mean slots_per_layer?"]),
         ("policy=lruu", ["policy=lruu", "did you mean lru?", "full, ideal_free, ideal_min, lfu, lru, oled, ondemand"]),
         ("policy.lru_ordr=id", ["policy.lru_ordr", "did you mean lru_order?", "misses"]),
@@ -234,7 +236,7 @@ def test_a_damaged_trace_is_one_line(damage, words, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["policy=lru", "cache.slots_per_layer=0"], "cache.slots_per_layer is 0, must be 1 to 16"),
+        (["policy=lru", "cache.slots_per_layer=0"], "slots_per_layer is 0, must be 1 to 16"),
         (["policy=lru", "hardware.h2d_bytes_per_s=-25e9"], "h2d_bytes_per_s"),
     ],
 )
@@ -248,3 +250,16 @@ def test_bad_input_in_a_process_of_its_own(trace, arguments, words, tmp_path):
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_fails_leaves_no_directory(trace, tmp_path):
+    with pytest.raises(ProfileError, match="staging_slots"):
+        run.simulate(trace, "lru", 6, staging_slots=1, output=tmp_path / "out" / "never")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_replaces_the_results_of_another(trace, tmp_path):
+    first = run.simulate(trace, "lru", 6, output=tmp_path)
+    run.simulate(trace, "lfu", 6, output=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert json.loads((tmp_path / "summary.json").read_text())["decision_hash"] != first.summary["decision_hash"]

@@ -124,7 +124,7 @@ def test_a_grid_that_fails_everywhere_has_no_table():
     assert finished.out == ""
     assert not Path("grid/sweep.parquet").exists()
     errors = sorted(json.loads(path.read_text())["error"] for path in Path("grid").rglob("error.json"))
-    assert [error.split(",")[0] for error in errors] == [f"cache.slots_per_layer is {n}" for n in (98, 99)]
+    assert [error.split(",")[0] for error in errors] == [f"slots_per_layer is {n}" for n in (98, 99)]
 
 
 def test_whatever_is_swept_has_a_column():
