@@ -10,6 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# Prefetches, each counted in the execution during which the event happened
+PREFETCH_COUNTS = (
+    "prefetch_issued",
+    "prefetch_started",
+    "prefetch_landed",
+    "prefetch_late",
+    "prefetch_unserved",
+    "prefetch_unused",
+    "prefetch_dropped_begin",  # its layer began first
+    "prefetch_dropped_flag",  # the policy cleared its queue
+    "prefetch_dropped_victim",  # no resident scored below it
+)
 # One row for each layer execution. Decisions first: with these alone, time follows from a profile.
 LAYER_COLUMNS: dict[str, type] = {
     "forward": np.int64,  # index of the pass in the run, from 0
@@ -31,16 +43,7 @@ LAYER_COLUMNS: dict[str, type] = {
     "cpu_end_ns": np.int64,  # CPU results are back (t2 without CPU experts)
     "end_ns": np.int64,
     "link_busy_ns": np.int64,  # durations of the copies that landed during the execution, prefetches included
-    # Prefetches, each counted in the execution during which the event happened
-    "prefetch_issued": np.int32,
-    "prefetch_started": np.int32,
-    "prefetch_landed": np.int32,
-    "prefetch_late": np.int32,
-    "prefetch_unserved": np.int32,
-    "prefetch_unused": np.int32,
-    "prefetch_dropped_begin": np.int32,  # its layer began first
-    "prefetch_dropped_flag": np.int32,  # the policy cleared its queue
-    "prefetch_dropped_victim": np.int32,  # no resident scored below it
+    **dict.fromkeys(PREFETCH_COUNTS, np.int32),
 }
 # Lists, stored as values with row offsets
 LAYER_LISTS: dict[str, type] = {

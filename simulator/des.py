@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -11,16 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.contract import Estimates, Plan, Policy, PolicyError, Step
-from policies.log import LAYER_COLUMNS, LogChunk, forward_builder, layer_builder
+from policies.log import LogChunk, forward_builder, layer_builder
 from policies.profile import Costs, ProfileError, cpu_batch_ns, kernel_ns, layer_ns
 from policies.residents import Residents
 from policies.steps import Forward, Steps, end_of, step_at
 from simulator.clock import Clock, Moment, Stage
+from simulator.counts import Counts
 from simulator.link import Chunk, Copy, Link
 from simulator.slots import Slots
 from tracer.schema import ModelShape, Pass
-
-_COUNTED = [name for name in LAYER_COLUMNS if name.startswith(("prefetch_", "link_busy"))]
 
 
 def simulate(
@@ -33,6 +32,7 @@ def simulate(
     *,
     staging_slots: int | None = None,
     chunk_forwards: int = 256,
+    on_copy: Callable[[Copy], None] | None = None,
 ) -> Iterator[LogChunk]:
     """Run a policy over a trace in simulated time.
 
@@ -48,6 +48,7 @@ def simulate(
         estimates: what the policy believes an expert costs.
         staging_slots: slots beyond the cache for transfers; None is twice the transfer chunk.
         chunk_forwards: forwards in one stretch of the log.
+        on_copy: told of every copy to the GPU when it has landed, prefetches included, whose times the log lacks.
 
     Raises:
         ProfileError: fewer staging slots than a chunk of transfers has.
@@ -61,7 +62,7 @@ def simulate(
         raise ProfileError(
             f"staging_slots is {staging}, must be at least {costs.transfer_chunk}, one chunk of transfers"
         )
-    return _Run(policy, shape, slots, costs, estimates, staging).log(passes, chunk_forwards)
+    return _Run(policy, shape, slots, costs, estimates, staging, on_copy).log(passes, chunk_forwards)
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class _Reading:
     plan: Plan
     at_gate: NDArray[np.bool_]  # [E] or [L * E] residents of the pool
     hits: NDArray[np.int64]
+    hit_tokens: int  # sum of the loads of the hits
     demands: list[Copy]  # transfers, but for a promoted prefetch
     chunks: list[Chunk]  # all transfers; a promoted one heads the first chunk
 
@@ -84,14 +86,21 @@ class _Run:
     """One run. Its own thread of control is the GPU stream; link and CPU pool go on beside it."""
 
     def __init__(
-        self, policy: Policy, shape: ModelShape, slots: int, costs: Costs, estimates: Estimates, staging: int
+        self,
+        policy: Policy,
+        shape: ModelShape,
+        slots: int,
+        costs: Costs,
+        estimates: Estimates,
+        staging: int,
+        on_copy: Callable[[Copy], None] | None,
     ) -> None:
         self._policy, self._shape, self._costs = policy, shape, costs
         self._residents = Residents(policy, shape, slots, estimates)
         self._score = getattr(self._residents.state, "score", None)
-        self._clock = Clock()
-        self._slots = Slots(self._residents, staging)
-        self._link = Link(self._clock, self._slots, costs, self._score)
+        self._clock, self._counts = Clock(), Counts()
+        self._slots = Slots(self._residents, staging, self._counts)
+        self._link = Link(self._clock, self._slots, costs, self._score, self._counts, on_copy)
         self._kernel_ns = cache(partial(kernel_ns, costs))
         self._cpu_batch_ns = cache(partial(cpu_batch_ns, costs))
         self._layers, self._forwards = layer_builder(), forward_builder()
@@ -118,8 +127,7 @@ class _Run:
         }
         gate_ns = layer_ns(self._costs, num_tokens, kv_len) + self._costs.gate_sync_ns
         for layer in range(self._shape.num_layers):
-            # the row goes on counting prefetches until the next layer begins, after the forward's tail if need be
-            row: dict[str, Any] = shared | {"layer": layer} | dict.fromkeys(_COUNTED, 0)
+            row: dict[str, Any] = shared | {"layer": layer}
             self._layers.append(row)
             self._run_layer(step_at(forward, layer), gate_ns, row)
         self._wait(Stage.LAYER, self._costs.tail_ns)
@@ -140,7 +148,8 @@ class _Run:
 
     def _run_layer(self, step: Step, gate_ns: int, row: dict[str, Any]) -> None:
         row["start_ns"] = self._clock.now_ns
-        self._slots.begin(step.layer, row)
+        self._counts.begin(row)
+        self._slots.begin(step.layer)
         dropped = self._link.drop(step.layer)
         self._wait(Stage.LAYER, gate_ns)
         reading = self._read(step, dropped, row)
@@ -169,6 +178,7 @@ class _Run:
             promoted = None
         late = {promoted.expert} if promoted else set()
         hits = np.flatnonzero(slots.activate(activated))
+        hit_tokens = int(step.load[hits].sum())
         missed = set(np.flatnonzero(activated & ~residents.resident[layer]).tolist())
         demands = [Copy(layer, expert, is_prefetch=False) for expert in plan.transfers.tolist() if expert not in late]
         transfers = [promoted, *demands] if promoted else demands
@@ -183,7 +193,7 @@ class _Run:
             prefetch_late=len(late),
             prefetch_unserved=len(dropped & missed - late),
             hits=hits,
-            hit_tokens=int(step.load[hits].sum()),
+            hit_tokens=hit_tokens,
             transfers=experts,
             transfer_loads=step.load[experts],
             on_cpu=on_cpu,
@@ -192,7 +202,7 @@ class _Run:
             prefetch_layers=plan.prefetches[:, 0].copy(),
             prefetch_experts=plan.prefetches[:, 1].copy(),
         )
-        return _Reading(step, plan, at_gate, hits, demands, chunks)
+        return _Reading(step, plan, at_gate, hits, hit_tokens, demands, chunks)
 
     def _act(self, reading: _Reading, row: dict[str, Any]) -> Moment:
         """Put the plan into effect; returns when the CPU's results are back."""
@@ -215,7 +225,7 @@ class _Run:
 
     def _run_groups(self, reading: _Reading, row: dict[str, Any]) -> None:
         """Run the kernel over the hits, then one over each chunk of transfers when it has landed."""
-        self._wait(Stage.RAN, self._kernel_ns(len(reading.hits), row["hit_tokens"]))
+        self._wait(Stage.RAN, self._kernel_ns(len(reading.hits), reading.hit_tokens))
         row["hits_end_ns"] = self._clock.now_ns
         self._slots.used(reading.hits)
         self._link.wake()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from policies.profile import Costs, copy_ns
 from simulator.clock import Clock, Stage
+from simulator.counts import Counts
 from simulator.slots import Slots
 
 
@@ -48,13 +49,24 @@ class Link:
 
     Args:
         score: [L, E] of the policy's state, read when a prefetch needs a victim; None where the policy has none.
+        counts: of the layer execution that is going on.
+        on_copy: told of every copy that has landed.
     """
 
-    def __init__(self, clock: Clock, slots: Slots, costs: Costs, score: NDArray[np.float64] | None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        slots: Slots,
+        costs: Costs,
+        score: NDArray[np.float64] | None,
+        counts: Counts,
+        on_copy: Callable[[Copy], None] | None = None,
+    ) -> None:
         self.current: Copy | None = None
         self.is_held = False  # no copy starts between the reading at a gate and its plan
         self.slow_until_ns = 0  # end of the CPU batch
         self._clock, self._slots, self._score = clock, slots, score
+        self._counts, self._on_copy = counts, on_copy
         self._copy_ns, self._slow_copy_ns = copy_ns(costs, False), copy_ns(costs, True)
         self._demands: deque[Copy] = deque()
         self._queue: list[tuple[float, float, int, int, int]] = []  # priority, number, layer, expert; the next one last
@@ -73,19 +85,19 @@ class Link:
             self._queue.append((first, second, self._num_issued, layer, expert))
             self._num_issued += 1
         self._queue.sort(reverse=True)
-        self._count("issued", len(prefetches))
+        self._counts.add("prefetch_issued", len(prefetches))
         self.wake()
 
     def clear(self) -> None:
         """Drop what is queued, because the policy says so."""
-        self._count("dropped_flag", len(self._queue))
+        self._counts.add("prefetch_dropped_flag", len(self._queue))
         self._queue.clear()
 
     def drop(self, layer: int) -> set[int]:
         """Drop what is queued for a layer that begins; returns the experts."""
         kept = [entry for entry in self._queue if entry[3] != layer]
         dropped = {entry[4] for entry in self._queue if entry[3] == layer}
-        self._count("dropped_begin", len(self._queue) - len(kept))
+        self._counts.add("prefetch_dropped_begin", len(self._queue) - len(kept))
         self._queue = kept
         return dropped
 
@@ -120,10 +132,10 @@ class Link:
             # without a score a plan that prefetches was refused
             if has_slot or (is_needed and self._slots.give_way(layer, expert, self._score)):  # pyright: ignore[reportArgumentType]
                 self._slots.reserve(layer, expert)
-                self._count("started")
+                self._counts.add("prefetch_started")
                 self._start(Copy(layer, expert, is_prefetch=True))
                 return
-            self._count("dropped_victim")
+            self._counts.add("prefetch_dropped_victim")
 
     def _start(self, copy: Copy) -> None:
         now_ns = self._clock.now_ns
@@ -134,13 +146,12 @@ class Link:
     def _land(self, copy: Copy) -> None:
         self.current = None
         copy.end_ns = self._clock.now_ns
-        self._slots.row["link_busy_ns"] += copy.end_ns - copy.start_ns
+        self._counts.add("link_busy_ns", copy.end_ns - copy.start_ns)
         if copy.is_prefetch:
             self._slots.land(copy.layer, copy.expert, is_promoted=copy.chunk is not None)
-            self._count("landed")
+            self._counts.add("prefetch_landed")
         if copy.chunk is not None:
             copy.chunk.num_waiting -= 1
+        if self._on_copy is not None:
+            self._on_copy(copy)
         self.wake()
-
-    def _count(self, event: str, count: int = 1) -> None:
-        self._slots.row[f"prefetch_{event}"] += count

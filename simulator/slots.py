@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from policies.contract import End, Step
 from policies.pool import pool_of
 from policies.residents import Residents
+from simulator.counts import Counts
 
 
 class Slots:
@@ -22,11 +23,11 @@ class Slots:
     Args:
         residents: of the run, at its start.
         staging: slots beyond all capacity, for demand copies.
+        counts: of the layer execution that is going on.
     """
 
-    def __init__(self, residents: Residents, staging: int) -> None:
-        self.residents = residents
-        self.row: dict[str, int] = {}  # of the log, for the layer execution that is going on
+    def __init__(self, residents: Residents, staging: int, counts: Counts) -> None:
+        self.residents, self._counts = residents, counts
         self.num_slots = int(residents.capacity.sum()) + staging
         self._in_use = np.zeros_like(residents.resident)  # [L, E] a kernel of the running layer has yet to read them
         self._untried = np.zeros_like(residents.resident)  # [L, E] landed by prefetch and not activated since
@@ -58,9 +59,9 @@ class Slots:
         shares_pool = pool_of(capacity, layer) == pool_of(capacity, self._layer)
         return self.residents.free_slots(layer) - (len(self._entering) if shares_pool else 0)
 
-    def begin(self, layer: int, row: dict[str, int]) -> None:
-        """A layer begins; `row` of the log counts what happens from now on."""
-        self._layer, self.row = layer, row
+    def begin(self, layer: int) -> None:
+        """A layer begins."""
+        self._layer = layer
 
     def place(self, step: Step) -> None:
         """Let the policy place the layer's residents, if it may."""
@@ -158,5 +159,5 @@ class Slots:
 
     def _count_unused(self) -> None:
         gone = self._untried & ~self.residents.resident
-        self.row["prefetch_unused"] += int(np.count_nonzero(gone))
+        self._counts.add("prefetch_unused", int(np.count_nonzero(gone)))
         self._untried &= self.residents.resident
