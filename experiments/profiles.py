@@ -33,7 +33,11 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
 
 
 def load_shape(name: str) -> ModelShape:
-    """A shipped model shape by name: sizes to charge for, whatever model the trace is of."""
+    """A shipped model shape by name: sizes to charge for, whatever model the trace is of.
+
+    Raises:
+        ProfileError: no such shape.
+    """
     return shape_from_dict(_read("shape", name), name)
 
 
@@ -85,7 +89,7 @@ def _read(group: str, name_or_path: str | Path) -> dict[str, Any]:
         )
     try:
         # OmegaConf's YAML, as everywhere in the configuration: it reads 55e9 as a number and leaves dates text
-        values = OmegaConf.to_container(OmegaConf.create(text))
+        values: Any = OmegaConf.to_container(OmegaConf.create(text))
     except YAMLError as error:
         raise ProfileError(f"{name_or_path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):

@@ -1,1 +1,1 @@
-"""Replays decisions on real hardware."""
+"""Will execute decisions on real hardware; holds nothing yet."""
