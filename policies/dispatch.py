@@ -65,7 +65,6 @@ class DispatchKnobs:
 class DispatchParams(NamedTuple):
     """What a split depends on beyond the layer itself."""
 
-    nbar: float  # tokens of an average expert
     kappa: float
     lambda_ns: float  # negative: from kappa
     max_swaps: int
@@ -76,10 +75,9 @@ class DispatchParams(NamedTuple):
     rho_round: int  # index into RHO_ROUNDS
 
 
-def dispatch_params(knobs: DispatchKnobs, nbar: float) -> DispatchParams:
-    """Parameters of the split for these knobs and `nbar` tokens of an average expert."""
+def dispatch_params(knobs: DispatchKnobs) -> DispatchParams:
+    """Parameters of the split for these knobs."""
     return DispatchParams(
-        nbar=float(nbar),
         kappa=float(knobs.kappa),
         lambda_ns=-1.0 if knobs.lambda_ms is None else knobs.lambda_ms * 1e6,
         max_swaps=int(knobs.max_swaps),

@@ -44,6 +44,7 @@ class MissPath(NamedTuple):
 
     split: bool  # between copies and the CPU; else all are copied
     dispatch: DispatchParams  # of the split
+    nbar: float  # tokens of an average expert, which the split counts with
 
 
 def miss_path(misses: str, context: Context) -> MissPath:
@@ -53,7 +54,8 @@ def miss_path(misses: str, context: Context) -> MissPath:
         PolicyError: `oled` without calibration passes that say what an average expert has to do.
     """
     split = misses == "oled"
-    return MissPath(split, dispatch_params(DispatchKnobs(), tokens_per_expert(context.calibration) if split else 1.0))
+    nbar = tokens_per_expert(context.calibration) if split else 1.0
+    return MissPath(split, dispatch_params(DispatchKnobs()), nbar)
 
 
 @jit
@@ -87,4 +89,4 @@ def serve(path, step, view):
         return ids_of(missed), np.empty(0, np.int64)
     num_activated = ids_of(step.load).size
     reuse = priority(step.expert_ids, step.gates, step.confidence, CONFIDENCE, step.load.size)
-    return split_in_decode(path.dispatch, path.dispatch.nbar, reuse, step, missed, num_activated, view.estimates)
+    return split_in_decode(path.dispatch, path.nbar, reuse, step, missed, num_activated, view.estimates)

@@ -19,9 +19,13 @@ from policies.retention import best, equal_capacity, ids_of, missed_of, nobody_r
 from tracer.schema import ForwardKind, ModelShape
 
 WINDOW = 5  # decode forwards, of smooth=window5
-AVERAGES = ("fixed", "activated", "missed")
-_FIXED, _MISSED = AVERAGES.index("fixed"), AVERAGES.index("missed")
+JOINING = ("fixed", "activated", "missed")
+_FIXED, _MISSED = JOINING.index("fixed"), JOINING.index("missed")
 _PREFILL = int(ForwardKind.PREFILL)
+# Indices into State.counts: one array, since every array of the state costs time at each call from Python.
+_LAST_TOUCH = 0  # time of it, under LRU order
+_SMOOTHED = 1  # forwards in the statistics
+_DECODED = 2  # decode forwards
 
 
 class Params(NamedTuple):
@@ -32,7 +36,7 @@ class Params(NamedTuple):
     recent_ties: bool
     coop: bool
     dispatch: DispatchParams
-    average: int  # index into AVERAGES: which experts of the run join the average
+    joining: int  # index into JOINING: which experts of the run join n bar's average
     readings: Readings
     ema: float  # 0: the mean of the last forwards
     c_min: int
@@ -51,7 +55,7 @@ class State(NamedTuple):
     smoothed: NDArray[np.float64]  # [2, L] activation ratio and utilization
     history: NDArray[np.float64]  # [5, 2, L] the same, of the last forwards
     target: NDArray[np.int64]  # [L] slots that each layer is to have
-    counts: NDArray[np.int64]  # [3] touches, forwards in the statistics, decode forwards
+    counts: NDArray[np.int64]  # [3] by the indices above
 
 
 def begin(
@@ -102,7 +106,7 @@ def decide(params, state, step, view):
     state.seen[0, layer], state.seen[1, layer] = num_activated, num_activated - num_missed
     keys, recency = state.keys[layer], state.recency[layer]
     if params.signal == ORDER:
-        touch(params.lru_order, state.recency, state.counts, step, resident)
+        touch(params.lru_order, state.recency, state.counts[_LAST_TOUCH:], step, resident)
     elif params.recent_ties:
         for expert in range(load.size):
             if load[expert] > 0:
@@ -124,9 +128,9 @@ def decide(params, state, step, view):
             transfers, on_cpu = split_in_decode(
                 params.dispatch, nbar, reuse, step, missed, num_activated, view.estimates
             )
-            if params.average != _FIXED and step.kind != _PREFILL:
+            if params.joining != _FIXED and step.kind != _PREFILL:
                 for expert in range(load.size):
-                    if missed[expert] or (load[expert] > 0 and params.average != _MISSED):
+                    if missed[expert] or (load[expert] > 0 and params.joining != _MISSED):
                         state.average[0] += load[expert]
                         state.average[1] += 1.0
         else:
@@ -161,10 +165,10 @@ def boundary(params, state, end, view):
         for layer in range(num_layers):
             newest[0, layer] = state.seen[0, layer] / num_experts
             newest[1, layer] = state.seen[1, layer] / view.capacity[layer]
-        smooth(newest, state.history, state.smoothed, state.counts[1], params.ema)
-        state.counts[1] += 1
-        state.counts[2] += is_decode
-    if not is_decode or state.counts[2] % params.resize_every != 0:
+        smooth(newest, state.history, state.smoothed, state.counts[_SMOOTHED], params.ema)
+        state.counts[_SMOOTHED] += 1
+        state.counts[_DECODED] += is_decode
+    if not is_decode or state.counts[_DECODED] % params.resize_every != 0:
         return capacity, evictions
 
     weights = np.empty(num_layers, np.float64)

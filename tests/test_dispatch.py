@@ -26,13 +26,9 @@ LOADS = np.array([6, 1, 4, 2, 5])
 P = np.array([0.05, 0.20, 0.10, 0.02, 0.15])
 
 
-def split_misses(params, *layer):
-    return split_at(params, params.nbar, *layer)
-
-
 def split_example(**knobs):
-    params = dispatch_params(DispatchKnobs(**knobs), 4.0)
-    transfers, on_cpu = split_misses(params, P, LOADS, np.ones(5, bool), 5, COSTS)
+    params = dispatch_params(DispatchKnobs(**knobs))
+    transfers, on_cpu = split_at(params, 4.0, P, LOADS, np.ones(5, bool), 5, COSTS)
     return transfers.tolist(), on_cpu.tolist()
 
 
@@ -70,7 +66,7 @@ def test_dear_reuse_keeps_the_first_split():
 
 
 def test_what_the_exchange_changes():
-    params = dispatch_params(DispatchKnobs(), 4.0)
+    params = dispatch_params(DispatchKnobs())
     splits = [split_example(max_swaps=0), split_example(lambda_ms=0.5)]
     times = [split_ns(params, len(copied), 50_000 * LOADS[on_cpu].sum(), COSTS) / 1e6 for copied, on_cpu in splits]
     sums = [P[copied].sum() for copied, _ in splits]
@@ -106,24 +102,24 @@ def test_equal_gains_and_priorities_go_to_the_lower_ids():
     load, p = np.array([2, 2, 1, 1]), np.full(4, 0.25)
     # both of load 2 should leave the CPU: ids 2, 3 enter the first split because their priority is a bit higher
     p[2:] += 0.01
-    params = dispatch_params(DispatchKnobs(lambda_ms=0.0, max_swaps=1), 1.0)
-    transfers, on_cpu = split_misses(params, p, load, np.ones(4, bool), 4, Estimates(1, 0, 1))
+    params = dispatch_params(DispatchKnobs(lambda_ms=0.0, max_swaps=1))
+    transfers, on_cpu = split_at(params, 1.0, p, load, np.ones(4, bool), 4, Estimates(1, 0, 1))
     assert (transfers.tolist(), on_cpu.tolist()) == ([3, 0], [1, 2])
 
 
 def test_worth_of_reuse():
-    params = dispatch_params(DispatchKnobs(kappa=2.0), 4.0)
+    params = dispatch_params(DispatchKnobs(kappa=2.0))
     assert reuse_worth(params, 4.0, 60, COSTS) == 2 * 60 * 120_000
     assert reuse_worth(params, 4.0, 60, COSTS._replace(h2d_ns=500_000)) == 2 * 60 * 200_000
-    assert reuse_worth(dispatch_params(DispatchKnobs(lambda_ms=1.5), 4.0), 4.0, 60, COSTS) == 1_500_000
+    assert reuse_worth(dispatch_params(DispatchKnobs(lambda_ms=1.5)), 4.0, 60, COSTS) == 1_500_000
 
 
 @pytest.mark.parametrize(("bound", "num_swapped"), [(0, 0), (1, 1), (2, 2), (8, 8), (20, 9)])
 def test_swaps_are_bounded(bound, num_swapped):
     # 25 of 40 go to the GPU, the 20 light ones first: 3 ms there, 6 ms on the CPU, and each swap takes .35 off that
     load, p = np.repeat([1, 8], 20), np.repeat([0.04, 0.01], 20)
-    params = dispatch_params(DispatchKnobs(lambda_ms=0.0, max_swaps=bound), 4.0)
-    transfers, on_cpu = split_misses(params, p, load, np.ones(40, bool), 40, COSTS)
+    params = dispatch_params(DispatchKnobs(lambda_ms=0.0, max_swaps=bound))
+    transfers, on_cpu = split_at(params, 4.0, p, load, np.ones(40, bool), 40, COSTS)
     assert transfers.size == 25
     assert (load[on_cpu] == 1).sum() == num_swapped
 
@@ -131,12 +127,12 @@ def test_swaps_are_bounded(bound, num_swapped):
 def test_one_alone_changes_sides_only_where_allowed():
     # all on the GPU takes .36 ms; one alone on the CPU .24, whichever it is, so the lower id; two .12
     load, p = np.array([1, 9, 9]), np.zeros(3)
-    swaps = dispatch_params(DispatchKnobs(lambda_ms=0.0), 100.0)
-    moves = dispatch_params(DispatchKnobs(lambda_ms=0.0, allow_move=True), 100.0)
-    far = dispatch_params(DispatchKnobs(lambda_ms=0.0, allow_move=True, drift=2), 100.0)
+    swaps = dispatch_params(DispatchKnobs(lambda_ms=0.0))
+    moves = dispatch_params(DispatchKnobs(lambda_ms=0.0, allow_move=True))
+    far = dispatch_params(DispatchKnobs(lambda_ms=0.0, allow_move=True, drift=2))
     cheap = COSTS._replace(cpu_b1_ns=9_000)
     everything = np.ones(3, bool)
-    assert [split_misses(how, p, load, everything, 3, cheap)[1].tolist() for how in (swaps, moves, far)] == [
+    assert [split_at(how, 100.0, p, load, everything, 3, cheap)[1].tolist() for how in (swaps, moves, far)] == [
         [],
         [0],
         [0, 1],
@@ -199,7 +195,7 @@ def layers(draw):
 def test_equals_trying_every_exchange(layer, nbar, worth, other, drift):
     p, load, missed, estimates = layer
     moves = {"allow_move": True, "drift": drift} if drift else {}
-    params = dispatch_params(DispatchKnobs(**worth, **other, **moves), 1.0)
+    params = dispatch_params(DispatchKnobs(**worth, **other, **moves))
     num_activated = int((load > 0).sum())
     transfers, on_cpu = split_at(params, nbar, p, load, missed, num_activated, estimates)
 
