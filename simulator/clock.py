@@ -24,9 +24,15 @@ class Stage(IntEnum):
 
 
 class Moment(simpy.Event):
-    """An event that is certain to happen at a stage of an instant, `delay_ns` from now."""
+    """An event that is certain to happen at a stage of an instant, `delay_ns` from now.
+
+    Raises:
+        ValueError: the instant has passed.
+    """
 
     def __init__(self, clock: Clock, stage: Stage, delay_ns: int) -> None:
+        if delay_ns < 0:
+            raise ValueError(f"{stage.name} at {clock.now_ns} ns: delay_ns is {delay_ns}, must be at least 0")
         super().__init__(clock)
         self._ok = True
         self._value = None

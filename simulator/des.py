@@ -101,6 +101,7 @@ class _Run:
         self._clock, self._counts = Clock(), Counts()
         self._slots = Slots(self._residents, staging, self._counts)
         self._link = Link(self._clock, self._slots, costs, self._score, self._counts, on_copy)
+        # a call from Python of compiled code takes about 2 us, most of it to read the many fields of Costs
         self._kernel_ns = cache(partial(kernel_ns, costs))
         self._cpu_batch_ns = cache(partial(cpu_batch_ns, costs))
         self._layers, self._forwards = layer_builder(), forward_builder()
