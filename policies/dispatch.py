@@ -11,7 +11,7 @@ import numpy as np
 
 from policies.contract import PolicyError
 from policies.jit import jit
-from policies.retention import ids_of
+from policies.retention import by_priority, ids_of
 from tracer.schema import Pass
 
 RHO_ROUNDS = ("half_up", "floor", "ceil")
@@ -153,32 +153,6 @@ def reuse_worth(params, nbar, num_activated, estimates):
         return params.lambda_ns
     cpu_ns = estimates.cpu_b0_ns + estimates.cpu_b1_ns * nbar
     return params.kappa * num_activated * min(float(estimates.h2d_ns), cpu_ns)
-
-
-@jit
-def by_priority(members, priority):
-    """Ids of the members, highest priority first, then lowest id.
-
-    Args:
-        members: [E] bool.
-        priority: [E] float64.
-    """
-    ids = ids_of(members)
-    gap = 1
-    while gap < ids.size // 3:
-        gap = 3 * gap + 1
-    while gap > 0:
-        for end in range(gap, ids.size):
-            expert, place = ids[end], end
-            while place >= gap:
-                other = ids[place - gap]
-                if priority[other] > priority[expert] or (priority[other] == priority[expert] and other < expert):
-                    break
-                ids[place] = other
-                place -= gap
-            ids[place] = expert
-        gap //= 3
-    return ids
 
 
 @jit

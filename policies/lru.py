@@ -12,7 +12,7 @@ from policies.contract import Context, Policy, plain_plan
 from policies.jit import jit
 from policies.knobs import require_choice
 from policies.misses import MissPath, miss_path, require_misses, serve
-from policies.retention import best, equal_capacity, ids_of, nobody_resident, with_transfers
+from policies.retention import best, by_priority, equal_capacity, ids_of, nobody_resident, with_transfers
 from tracer.schema import ModelShape
 
 ORDERS = ("hits_first", "misses_first", "id", "gate")
@@ -72,26 +72,18 @@ def touch(order, touches, clock, step, resident):
                     clock[0] += 1
                     times[expert] = clock[0]
         return
-    ids = ids_of(load)
-    if order == _GATE:
-        _sort_by_gates(ids, step)
-    for expert in ids:
+    for expert in _by_gates(step) if order == _GATE else ids_of(load):
         clock[0] += 1
         times[expert] = clock[0]
 
 
 @jit
-def _sort_by_gates(ids, step):
-    total = np.zeros(step.load.size, np.float64)
+def _by_gates(step):
+    against = np.zeros(step.load.size, np.float64)  # minus the sums of gates: the lowest sum comes first
     for token in range(step.expert_ids.shape[0]):
         for k in range(step.expert_ids.shape[1]):
-            total[step.expert_ids[token, k]] += step.gates[token, k]
-    for end in range(1, ids.size):
-        expert, place = ids[end], end
-        while place > 0 and total[ids[place - 1]] > total[expert]:
-            ids[place] = ids[place - 1]
-            place -= 1
-        ids[place] = expert
+            against[step.expert_ids[token, k]] -= step.gates[token, k]
+    return by_priority(step.load, against)
 
 
 def init(params: Params, shape: ModelShape, slots: int) -> tuple[State, NDArray[np.bool_], NDArray[np.int64]]:

@@ -10,7 +10,6 @@ from policies.contract import Context, PolicyError
 from policies.dispatch import (
     DispatchKnobs,
     DispatchParams,
-    by_priority,
     dispatch_params,
     split_at,
     tokens_per_expert,
@@ -18,7 +17,7 @@ from policies.dispatch import (
 from policies.jit import jit
 from policies.knobs import require_choice
 from policies.priority import CONFIDENCE, priority
-from policies.retention import ids_of, missed_of
+from policies.retention import by_priority, ids_of, missed_of
 from tracer.schema import ForwardKind
 
 MISSES = ("h2d", "oled")

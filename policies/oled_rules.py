@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from policies.capacity import apportion, smooth
 from policies.confidence import Readings, confidence_at
 from policies.contract import PolicyError, plain_plan
-from policies.dispatch import DispatchParams, by_priority
+from policies.dispatch import DispatchParams
 from policies.jit import jit
 from policies.lru import touch
 from policies.misses import split_in_decode
 from policies.priority import CONFIDENCE, ORDER, priority
-from policies.retention import best, equal_capacity, ids_of, missed_of, nobody_resident, with_transfers
+from policies.retention import best, by_priority, equal_capacity, ids_of, missed_of, nobody_resident, with_transfers
 from tracer.schema import ForwardKind, ModelShape
 
 WINDOW = 5  # decode forwards, of smooth=window5

@@ -1,4 +1,4 @@
-"""Which experts keep their slots: the one selection that every policy retains with, and the empty cache they start from."""
+"""Which experts keep their slots: the one order and selection of every policy, and the empty cache they start from."""
 
 from __future__ import annotations
 
@@ -45,6 +45,32 @@ def ids_of(mask):
         if mask[index]:
             ids[count] = index
             count += 1
+    return ids
+
+
+@jit
+def by_priority(members, priority):
+    """Ids of the members, highest priority first, then lowest id.
+
+    Args:
+        members: [E] bool, or counts that are not zero.
+        priority: [E] float64.
+    """
+    ids = ids_of(members)
+    gap = 1
+    while gap < ids.size // 3:
+        gap = 3 * gap + 1
+    while gap > 0:
+        for end in range(gap, ids.size):
+            expert, place = ids[end], end
+            while place >= gap:
+                other = ids[place - gap]
+                if priority[other] > priority[expert] or (priority[other] == priority[expert] and other < expert):
+                    break
+                ids[place] = other
+                place -= gap
+            ids[place] = expert
+        gap //= 3
     return ids
 
 

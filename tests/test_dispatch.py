@@ -8,7 +8,6 @@ from reference_oled import Split
 from policies.contract import Estimates, PolicyError
 from policies.dispatch import (
     DispatchKnobs,
-    by_priority,
     dispatch_params,
     gpu_ratio,
     gpu_share,
@@ -17,6 +16,7 @@ from policies.dispatch import (
     split_ns,
     tokens_per_expert,
 )
+from policies.retention import by_priority
 from tracer.schema import ForwardKind
 
 # ms of the worked example as ns: T_H = .12, b0 = 0, b1 = .05, so that an expert of nbar = 4 takes .2
