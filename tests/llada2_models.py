@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from tracer.llada2 import LLaDA2, LLaDA2Config
+from tracer.llada2 import LLaDA2
+from tracer.llada2_config import LLaDA2Config
 
 MINI = {
     "vocab_size": 157184,
@@ -79,5 +80,5 @@ class Recorder:
     def embedded(self, embeddings):
         self.embeddings.append(embeddings)
 
-    def moe_layer(self, layer_id, router_input, ids, weights, scores, biased, output):
-        self.layers.append((layer_id, router_input, ids, weights, scores, biased, output))
+    def moe_layer(self, layer_id, router_input, routing, output):
+        self.layers.append((layer_id, router_input, routing, output))

@@ -179,7 +179,7 @@ def test_signals_are_what_the_gates_say():
         signals = item.signals
         assert signals.score_ids.shape == signals.scores.shape == (3, 16, 32)
         assert signals.ahead_ids.shape == (3, 3, 16, 16)
-        for index, (_, router_input, ids, _, scores, biased, _) in enumerate(kept):
+        for index, (_, router_input, (ids, _, scores, biased), _) in enumerate(kept):
             for token in range(16):
                 best = set(np.argsort(-biased[0, token].numpy(), kind="stable")[:32].tolist())
                 found = set(signals.score_ids[index, token].tolist())

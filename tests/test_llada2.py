@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llada2_models import FLASH, MINI, TINY, Recorder, config, tiny_model
 
-from tracer.llada2 import Attention, KVCache, LLaDA2, RmsNorm, block_causal_mask, rotary_angles, rotate, route
+from tracer.llada2 import Attention, KVCache, LLaDA2, RmsNorm, block_causal_mask, rotary_angles, rotate
 from tracer.llada2_config import LLaDA2Config
-from tracer.moe import Experts, Mlp, MoeLayer, group_values
+from tracer.moe import Experts, Mlp, MoeLayer, group_values, route
 from tracer.schema import TraceError
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -18,7 +18,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 def gate(z, bias=0.0, *, groups, keep, k):
     scores = torch.tensor([z]).sigmoid()
     bias = torch.as_tensor(bias).expand(len(z))
-    ids, weights, _ = route(scores, bias, num_groups=groups, top_groups=keep, top_k=k)
+    ids, weights, *_ = route(scores, bias, num_groups=groups, top_groups=keep, top_k=k)
     return ids[0].tolist(), (2.5 * weights[0]).tolist()
 
 
@@ -56,7 +56,7 @@ def test_g4_distinct_experts_of_at_most_four_groups():
     rng = np.random.default_rng(4)
     scores = torch.from_numpy(rng.normal(size=(200, 256))).float().sigmoid()
     bias = torch.from_numpy(rng.normal(0, 0.1, 256)).float()
-    ids, weights, biased = route(scores, bias, num_groups=8, top_groups=4, top_k=8)
+    ids, weights, _, biased = route(scores, bias, num_groups=8, top_groups=4, top_k=8)
     for row in ids.tolist():
         assert len(set(row)) == 8
         assert len({i // 32 for i in row}) <= 4
@@ -66,7 +66,7 @@ def test_g4_distinct_experts_of_at_most_four_groups():
 
 
 def test_gate_ties_go_to_the_lower_id():
-    ids, _, _ = route(torch.full((1, 16), 0.5), torch.zeros(16), num_groups=4, top_groups=2, top_k=5)
+    ids = route(torch.full((1, 16), 0.5), torch.zeros(16), num_groups=4, top_groups=2, top_k=5).ids
     assert ids[0].tolist() == [0, 1, 2, 3, 4]
 
 
@@ -76,7 +76,7 @@ def test_route_agrees_with_a_plain_loop(seed):
     rng = np.random.default_rng(seed)
     scores = rng.random((3, 12)).astype(np.float32)
     bias = rng.normal(0, 0.3, 12).astype(np.float32)
-    ids, weights, _ = route(torch.from_numpy(scores), torch.from_numpy(bias), num_groups=4, top_groups=2, top_k=4)
+    ids, weights, *_ = route(torch.from_numpy(scores), torch.from_numpy(bias), num_groups=4, top_groups=2, top_k=4)
     for t in range(3):
         biased = scores[t] + bias
         worth = [sorted(biased[g : g + 3])[-2:] for g in range(0, 12, 3)]
@@ -295,7 +295,7 @@ def test_m2_later_blocks_are_not_seen():
     assert (logits - moved)[:, 8:].abs().max() > 0.1
     assert len(before.layers) == 3
     for one, other in zip(before.layers, after.layers, strict=True):
-        assert torch.equal(one[2][:, :8], other[2][:, :8])
+        assert torch.equal(one[2].ids[:, :8], other[2].ids[:, :8])
 
 
 @torch.no_grad()
@@ -317,7 +317,7 @@ def test_m3_block_on_committed_cache_equals_the_full_window(batch):
         parts.append(Recorder())
         logits.append(model(ids[:, window], positions[window], cache=cache, commit=True, observer=parts[-1]))
         for whole, part in zip(full.layers, parts[-1].layers, strict=True):
-            assert torch.equal(whole[2][:, window], part[2])
+            assert torch.equal(whole[2].ids[:, window], part[2].ids)
     assert [len(part.layers) for part in parts] == [3, 3]
     assert cache.length == 16
     assert (torch.cat(logits, dim=1) - expected).abs().max() < 1e-5
@@ -358,7 +358,7 @@ def test_observer_sees_every_moe_layer_once():
     assert logits.dtype == torch.float32
     assert torch.equal(seen.embeddings[0], model.word_embeddings(ids))
     assert [layer[0] for layer in seen.layers] == [1, 2, 3]
-    for layer_id, router_input, chosen, weights, scores, biased, output in seen.layers:
+    for layer_id, router_input, (chosen, weights, scores, biased), output in seen.layers:
         assert router_input.shape == output.shape == (2, 5, TINY["hidden_size"])
         assert chosen.shape == weights.shape == (2, 5, 4)
         assert (weights.sum(-1) - 1).abs().max() < 1e-6

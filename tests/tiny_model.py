@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 
 from tracer.checkpoint import save
-from tracer.llada2 import LLaDA2, LLaDA2Config
+from tracer.llada2 import LLaDA2
+from tracer.llada2_config import LLaDA2Config
 from tracer.tokenizer import train_tokenizer
 
 MASK_ID, EOS_ID = 39, 38

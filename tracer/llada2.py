@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tracer.llada2_config import LLaDA2Config
-from tracer.moe import Mlp, MoeLayer, route
+from tracer.moe import Mlp, MoeLayer, Routing
 from tracer.schema import TraceError
-
-__all__ = ["KVCache", "LLaDA2", "LLaDA2Config", "Observer", "block_causal_mask", "route"]
 
 
 class Observer(Protocol):
@@ -22,25 +20,13 @@ class Observer(Protocol):
     def embedded(self, embeddings: Tensor) -> None:
         """Take the output [B, T, H] of the embedding layer, once a forward."""
 
-    def moe_layer(
-        self,
-        layer_id: int,
-        router_input: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        scores: Tensor,
-        biased: Tensor,
-        output: Tensor,
-    ) -> None:
+    def moe_layer(self, layer_id: int, router_input: Tensor, routing: Routing, output: Tensor) -> None:
         """Take what one MoE layer did, once a layer and forward, in layer order.
 
         Args:
             layer_id: True number of the layer.
             router_input: Normalised input of gate and experts, [B, T, H].
-            ids: Chosen experts, best biased score first, [B, T, K].
-            weights: Gates of the chosen experts, summing to 1, the model's scale not applied, fp32, [B, T, K].
-            scores: Sigmoid router scores, fp32, [B, T, E].
-            biased: Scores plus expert bias, fp32, [B, T, E].
+            routing: What the gate decided, its fields [B, T, ...]; the model's scale is not applied to the weights.
             output: Residual stream after the layer, [B, T, H].
         """
 
@@ -199,8 +185,8 @@ class Layer(nn.Module):
         update, routing = self.mlp(normed)
         hidden = hidden + update
         if observer is not None:
-            ids, weights, scores, biased = (values.unflatten(0, hidden.shape[:2]) for values in routing)
-            observer.moe_layer(self.layer_id, normed, ids, weights, scores, biased, hidden)
+            routing = Routing._make(values.unflatten(0, hidden.shape[:2]) for values in routing)
+            observer.moe_layer(self.layer_id, normed, routing, hidden)
         return hidden
 
 

@@ -23,9 +23,7 @@ class Routing(NamedTuple):
     biased: Tensor  # [N, E] fp32, scores plus expert bias
 
 
-def route(
-    scores: Tensor, expert_bias: Tensor, *, num_groups: int, top_groups: int, top_k: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def route(scores: Tensor, expert_bias: Tensor, *, num_groups: int, top_groups: int, top_k: int) -> Routing:
     """Choose the experts of each token, and their weights.
 
     A group of consecutive experts is worth the sum of its two largest biased scores; experts are chosen by biased
@@ -38,9 +36,6 @@ def route(
         top_groups: Groups from which a token may choose.
         top_k: Experts of a token.
 
-    Returns:
-        ids [N, K], best biased score first; weights [N, K], each row sums to 1; biased scores [N, E].
-
     Source:
         LLaDA2.0, released modeling code, the gate's group-limited top-k.
     """
@@ -51,7 +46,7 @@ def route(
         closed = torch.ones(groups.shape[:-1], dtype=torch.bool, device=scores.device).scatter(-1, best_groups, False)
         ids = _best(groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2), top_k)
     weights = scores.gather(-1, ids)
-    return ids, weights / (weights.sum(-1, keepdim=True) + 1e-20), biased
+    return Routing(ids, weights / (weights.sum(-1, keepdim=True) + 1e-20), scores, biased)
 
 
 def group_values(biased: Tensor, num_groups: int) -> Tensor:
@@ -84,11 +79,8 @@ class Gate(nn.Module):
 
     def forward(self, router_input: Tensor) -> Routing:
         """Route N tokens, [N, H]."""
-        scores = self.scores(router_input)
-        ids, weights, biased = route(
-            scores, self.expert_bias, num_groups=self.num_groups, top_groups=self.top_groups, top_k=self.top_k
-        )
-        return Routing(ids, weights, scores, biased)
+        sizes = {"num_groups": self.num_groups, "top_groups": self.top_groups, "top_k": self.top_k}
+        return route(self.scores(router_input), self.expert_bias, **sizes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gate:
         # A cast of the model must not round the bias: that alone changes the experts of many tokens.

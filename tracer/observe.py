@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracer.llada2 import LLaDA2, route
+from tracer.llada2 import LLaDA2
+from tracer.moe import Routing, route
 from tracer.schema import MAX_AHEAD_DEPTH, NUM_AHEAD, NUM_SCORES, SKETCH_SIZE
 
 SKETCH_SEED = 0
@@ -46,23 +47,17 @@ class Observation:
         if self._projection is not None:
             self.sketches.append(embeddings[0].float() @ self._projection)
 
-    def moe_layer(
-        self,
-        layer_id: int,
-        router_input: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        scores: Tensor,
-        biased: Tensor,
-        output: Tensor,
-    ) -> None:
+    def moe_layer(self, layer_id: int, router_input: Tensor, routing: Routing, output: Tensor) -> None:
         """Take what one MoE layer did; of the scores only what `signals` keeps."""
         signals = None
         if self._projection is not None:
-            score_ids = best_scored(biased[0], ids[0])
+            score_ids = best_scored(routing.biased[0], routing.ids[0])
+            scores = routing.scores[0].gather(-1, score_ids)
             norm = router_input[0].float().norm(dim=-1)
-            signals = (score_ids, scores[0].gather(-1, score_ids), norm, self._ahead(layer_id, router_input[0]))
-        self.layers.append(LayerObservation(layer_id, router_input[0], output[0], ids[0], weights[0], signals))
+            signals = (score_ids, scores, norm, self._ahead(layer_id, router_input[0]))
+        self.layers.append(
+            LayerObservation(layer_id, router_input[0], output[0], routing.ids[0], routing.weights[0], signals)
+        )
 
     def _ahead(self, layer_id: int, router_input: Tensor) -> Tensor:
         """Top experts, [3, T, 16] or all if they are fewer, by the gates of the next layers on this router input.
@@ -75,7 +70,7 @@ class Observation:
             gate = self._gates.get(layer_id + depth + 1)
             if gate is not None:
                 sizes = {"num_groups": gate.num_groups, "top_groups": gate.top_groups, "top_k": width}
-                ahead[depth] = route(gate.scores(router_input), gate.expert_bias, **sizes)[0]
+                ahead[depth] = route(gate.scores(router_input), gate.expert_bias, **sizes).ids
         return ahead
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tracer.llada2 import LLaDA2
+from tracer.moe import Routing
 from tracer.pretrain_batches import Batch
 from tracer.pretrain_configs import PretrainConfig
 
@@ -23,19 +24,10 @@ class LoadObserver:
         """Forget the last forward."""
         self.loads = {}
 
-    def moe_layer(
-        self,
-        layer_id: int,
-        router_input: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        scores: Tensor,
-        biased: Tensor,
-        output: Tensor,
-    ) -> None:
+    def moe_layer(self, layer_id: int, router_input: Tensor, routing: Routing, output: Tensor) -> None:
         """Count one layer's experts."""
-        chosen = ids.flatten()
-        load = torch.zeros(scores.shape[-1], dtype=torch.int64, device=ids.device)
+        chosen = routing.ids.flatten()
+        load = torch.zeros(routing.scores.shape[-1], dtype=torch.int64, device=chosen.device)
         self.loads[layer_id] = load.scatter_add(0, chosen, torch.ones_like(chosen))
 
 
