@@ -212,7 +212,7 @@ def _refine(params, worth, ids, on_gpu, num_gpu, priority, load, estimates):
     lowest = np.empty(most + 1, np.int64)
     leaving = np.empty(most + 2, np.int64)
     for _ in range(params.max_swaps):
-        now_ns = split_ns(params, num_copies, cpu_ns, estimates)
+        split = (num_copies - num_gpu, num_copies, cpu_ns, split_ns(params, num_copies, cpu_ns, estimates))
         num_leaving = _lowest_of_each_load(ids, on_gpu, load, lowest, leaving)
         if alone:
             leaving[num_leaving] = nobody
@@ -224,12 +224,7 @@ def _refine(params, worth, ids, on_gpu, num_gpu, priority, load, estimates):
                 continue
             for index in range(num_leaving):
                 other = leaving[index]
-                copies = num_copies + (entry < nobody) - (other < nobody)
-                if abs(copies - num_gpu) > params.drift and copies != num_copies:
-                    continue
-                then_ns = split_ns(params, copies, cpu_ns - cost_ns[entry] + cost_ns[other], estimates)
-                rise = value[entry] - value[other]
-                change = (then_ns - now_ns) - worth * rise
+                rise, change = _exchange(params, worth, entry, other, split, value, cost_ns, estimates)
                 if change < best_change or (
                     enters >= 0
                     and change == best_change
@@ -241,12 +236,8 @@ def _refine(params, worth, ids, on_gpu, num_gpu, priority, load, estimates):
         for other in range(nobody + alone):
             if other < nobody and not on_gpu[other]:
                 continue
-            copies = num_copies + (enters < nobody) - (other < nobody)
-            if abs(copies - num_gpu) > params.drift and copies != num_copies:
-                continue
-            then_ns = split_ns(params, copies, cpu_ns - cost_ns[enters] + cost_ns[other], estimates)
-            rise = value[enters] - value[other]
-            if rise == best_rise and (then_ns - now_ns) - worth * rise == best_change and names[other] < names[leaves]:
+            rise, change = _exchange(params, worth, enters, other, split, value, cost_ns, estimates)
+            if rise == best_rise and change == best_change and names[other] < names[leaves]:
                 leaves = other
         num_copies += (enters < nobody) - (leaves < nobody)
         cpu_ns += cost_ns[leaves] - cost_ns[enters]
@@ -254,6 +245,19 @@ def _refine(params, worth, ids, on_gpu, num_gpu, priority, load, estimates):
             on_gpu[enters] = True
         if leaves < nobody:
             on_gpu[leaves] = False
+
+
+@jit
+def _exchange(params, worth, enters, leaves, split, value, cost_ns, estimates):
+    # By how much the sum of copied priorities, and J, rise when two entries change sides; J endlessly beyond the drift.
+    drifted, num_copies, cpu_ns, now_ns = split
+    nobody = value.size - 1
+    more = int(enters < nobody) - int(leaves < nobody)
+    rise = value[enters] - value[leaves]
+    if more != 0 and abs(drifted + more) > params.drift:
+        return rise, np.inf
+    then_ns = split_ns(params, num_copies + more, cpu_ns - cost_ns[enters] + cost_ns[leaves], estimates)
+    return rise, (then_ns - now_ns) - worth * rise
 
 
 @jit
