@@ -386,7 +386,7 @@ def test_the_shipped_model_answers_problems_it_never_saw(shipped):
         of_sign = [is_right for is_right, has in zip(right, signs, strict=True) if sign in has]
         assert counts == (sum(of_sign), len(of_sign))
     assert list(found.right_by_sign) == ["+", "-", "*"]
-    assert found.tokens_per_forward > 2
+    assert found.tokens_per_denoise > 2
 
 
 @pytest.mark.parametrize("block_length", [1, 8, 32])

@@ -162,7 +162,7 @@ def _train(
             keep(num_steps, share)
             if quick:
                 found = score(quick, lambda texts: answer_together(model, tokenizer, texts, settings))
-                point |= {"accuracy": found.accuracy, "tokens_per_forward": round(found.tokens_per_forward, 3)}
+                point |= {"accuracy": found.accuracy, "tokens_per_denoise": round(found.tokens_per_denoise, 3)}
         yield point
     if measured:
         yield _curve_point(config, num_steps, 1.0, measured)

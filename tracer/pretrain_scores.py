@@ -30,7 +30,7 @@ class Score:
     num_right_constant: int  # the most frequent answer of these very problems, given to all of them
     right_by_operations: dict[int, tuple[int, int]]  # right and all, by number of operations
     right_by_sign: dict[str, tuple[int, int]]  # right and all of those with this sign in their solution
-    tokens_per_forward: float
+    tokens_per_denoise: float
     texts: list[str]
 
     @property
@@ -46,7 +46,7 @@ def decode_settings(tokenizer: Tokenizer, block_length: int, gen_length: int = 6
 
 def score(problems: Sequence[Document], answer: Callable[[Sequence[str]], Answers]) -> Score:
     """Have problems answered, and count the answers that are right."""
-    texts, tokens_per_forward = answer([problem.prompt for problem in problems])
+    texts, tokens_per_denoise = answer([problem.prompt for problem in problems])
     right = [final_answer(text) == problem.answer for text, problem in zip(texts, problems, strict=True)]
     operations = [problem.num_operations for problem in problems]
 
@@ -63,7 +63,7 @@ def score(problems: Sequence[Document], answer: Callable[[Sequence[str]], Answer
         right_by_sign={
             sign: right_among([f" {sign} " in problem.completion for problem in problems]) for sign in OPERATIONS
         },
-        tokens_per_forward=tokens_per_forward,
+        tokens_per_denoise=tokens_per_denoise,
         texts=texts,
     )
 
