@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,6 +129,4 @@ class Context:
     shape: ModelShape
     passes: Iterable[Pass] = ()  # the trace of the run, for clairvoyant policies alone; can be iterated repeatedly
     calibration: Iterable[Pass] = ()  # passes disjoint from the evaluated requests
-    calibration_name: str = ""
-    estimates: Estimates = field(default_factory=lambda: Estimates(0, 0, 0))
     seed: int = 0

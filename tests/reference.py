@@ -92,7 +92,7 @@ def built(
 ) -> Policy:
     """A policy built for this trace, which is its calibration split as well unless there is another."""
     calibration = passes if calibration is None else calibration
-    return build_policy(name, knobs, Context(shape, passes=passes, calibration=calibration, estimates=ESTIMATES))
+    return build_policy(name, knobs, Context(shape, passes=passes, calibration=calibration))
 
 
 def run(
