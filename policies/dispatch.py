@@ -11,6 +11,7 @@ import numpy as np
 
 from policies.contract import PolicyError
 from policies.jit import jit
+from policies.knobs import require_choice
 from policies.retention import by_priority, ids_of
 from tracer.schema import Pass
 
@@ -57,9 +58,8 @@ class DispatchKnobs:
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise PolicyError(f"{name} is {value}: must be a number of at least 0")
-        for name, allowed in (("tcomp", TCOMPS), ("rho_round", RHO_ROUNDS)):
-            if getattr(self, name) not in allowed:
-                raise PolicyError(f"{name} {getattr(self, name)!r}: allowed are {', '.join(allowed)}")
+        require_choice("tcomp", self.tcomp, TCOMPS)
+        require_choice("rho_round", self.rho_round, RHO_ROUNDS)
 
 
 class DispatchParams(NamedTuple):
