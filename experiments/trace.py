@@ -37,11 +37,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Decode:
     """How prompts are answered; greedy."""
 
-    loop: str = "dinfer"
-    block_length: int = 16
-    threshold: float = 0.9
-    gen_length: int = 128  # new tokens of a prompt
-    early_stop: bool = True  # at the end of text
+    loop: str = DecodeSettings.loop
+    block_length: int = DecodeSettings.block_length
+    threshold: float = DecodeSettings.threshold
+    gen_length: int = DecodeSettings.gen_length  # new tokens of a prompt
+    early_stop: bool = DecodeSettings.early_stop  # at the end of text
 
 
 @dataclass
@@ -102,16 +102,7 @@ def run(config: DictConfig) -> None:
     directory = find_model(config.model)
     prompts = read_prompts(Path(config.prompts), config.max_prompts)
     model_config, tokenizer = read_config(directory), load_tokenizer(directory)
-    decode = config.decode
-    settings = DecodeSettings(
-        block_length=decode.block_length,
-        threshold=decode.threshold,
-        gen_length=decode.gen_length,
-        mask_id=tokenizer.mask_id,
-        eos_id=tokenizer.eos_id,
-        early_stop=decode.early_stop,
-        loop=decode.loop,
-    )
+    settings = DecodeSettings(**config.decode, mask_id=tokenizer.mask_id, eos_id=tokenizer.eos_id)
     encoded = encode_prompts(prompts, tokenizer, model_config, settings, config.prompts)
     provenance = read_provenance(directory)
     model = load(directory, device=config.device, dtype=DTYPES[config.dtype])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -154,13 +155,14 @@ def trace_metadata(
 ) -> TraceMetadata:
     """What a trace says of its making; a model whose name starts with proxy- is a proxy."""
     bias_dtypes = {_name(layer.gate.expert_bias.dtype) for _, layer in model.moe_layers()}
+    decode = asdict(settings) | {"temperature": 0.0}
+    special_ids = {name: decode.pop(name) for name in ("mask_id", "eos_id")}  # the model's, no choice of the caller
     details = {
         "engine": "oledsim",
         "versions": {"oledsim": version("oledsim"), "torch": torch.__version__, "python": platform.python_version()},
         "checkpoint_hash": provenance.checkpoint_hash,
         "checkpoint": {"total_size": provenance.total_size, "shards": provenance.shards},
-        "mask_id": settings.mask_id,
-        "eos_id": settings.eos_id,
+        **special_ids,
         "mask_mode": "strict",
         "sampler": "greedy argmax",
         "sampler_patched": False,  # no stock sampler is involved
@@ -177,14 +179,7 @@ def trace_metadata(
         shape=model.config.shape(),
         source=f"{'proxy' if name.startswith('proxy-') else 'model'}:{name}",
         gate_dtype=gate_dtype,
-        decode={
-            "loop": settings.loop,
-            "block_length": settings.block_length,
-            "threshold": settings.threshold,
-            "gen_length": settings.gen_length,
-            "early_stop": settings.early_stop,
-            "temperature": 0.0,
-        },
+        decode=decode,
         details=details,
     )
 
@@ -227,7 +222,6 @@ def trace_prompts(
 
     results = []
     for request, prompt in enumerate(prompts):
-        num_blocks = -(-(len(prompt) + settings.gen_length) // settings.block_length)
-        observed = ObservedModel(model, observation, settings.block_length, num_blocks * settings.block_length)
+        observed = ObservedModel(model, observation, settings.block_length, settings.num_positions(len(prompt)))
         results.append(decode_request(observed, list(prompt), settings, record, request))
     return results

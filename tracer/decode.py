@@ -33,7 +33,7 @@ class BlockModel(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecodeSettings:
     """How prompts are answered. Greedy; `gen_length` counts new tokens, before rounding up to whole blocks.
 
@@ -41,13 +41,13 @@ class DecodeSettings:
         TraceError: a value is out of range, or no loop has this name.
     """
 
-    block_length: int
-    threshold: float
-    gen_length: int
     mask_id: int
     eos_id: int
-    early_stop: bool = True
     loop: str = "dinfer"
+    block_length: int = 16
+    threshold: float = 0.9
+    gen_length: int = 128
+    early_stop: bool = True
 
     def __post_init__(self) -> None:
         if self.block_length < 1:
@@ -60,6 +60,11 @@ class DecodeSettings:
             raise TraceError(f"mask and end of text have the same id {self.mask_id}: must be different tokens")
         if self.loop not in LOOPS:
             raise TraceError(f"decode loop {self.loop!r}: allowed are {', '.join(LOOPS)}")
+
+    def num_positions(self, prompt_length: int) -> int:
+        """Positions of a prompt and its new tokens, rounded up to whole blocks."""
+        num_blocks = -(-(prompt_length + self.gen_length) // self.block_length)
+        return num_blocks * self.block_length
 
 
 class Prediction(NamedTuple):
@@ -147,7 +152,7 @@ def accept_dinfer(guess: Prediction, masked: NDArray[np.bool_], settings: Decode
 AcceptRule = Callable[[Prediction, NDArray[np.bool_], DecodeSettings], NDArray[np.bool_]]
 
 
-class Sequence:
+class Decoding:
     """The tokens of a request that is being decoded, and forwards over stretches of them that report themselves."""
 
     def __init__(
@@ -158,8 +163,7 @@ class Sequence:
         on_forward: Callable[[ForwardEvent], None],
         request: int,
     ) -> None:
-        num_blocks = -(-(len(prompt_ids) + settings.gen_length) // settings.block_length)
-        self.token_ids = np.full(num_blocks * settings.block_length, settings.mask_id, dtype=np.int64)
+        self.token_ids = np.full(settings.num_positions(len(prompt_ids)), settings.mask_id, dtype=np.int64)
         self.token_ids[: len(prompt_ids)] = prompt_ids
         self.settings = settings
         self.prompt_length = len(prompt_ids)
@@ -215,7 +219,7 @@ class Sequence:
         return int(np.count_nonzero(accepted))
 
 
-def decode_dinfer(sequence: Sequence) -> None:
+def decode_dinfer(decoding: Decoding) -> None:
     """Decode as dInfer's BlockDiffusionLLM does: prefill, then block after block on committed keys and values.
 
     A prompt shorter than a block is prefilled with the masks of its block; nothing is committed then.
@@ -225,38 +229,38 @@ def decode_dinfer(sequence: Sequence) -> None:
     Source:
         dInfer, BlockDiffusionLLM and BlockDiffusionRunner.
     """
-    length, tokens = sequence.settings.block_length, sequence.token_ids
-    first = sequence.prompt_length // length * length
-    sequence.forward(ForwardKind.PREFILL, -1, 0, 0, max(first, length), commit=first > 0)
+    length, tokens = decoding.settings.block_length, decoding.token_ids
+    first = decoding.prompt_length // length * length
+    decoding.forward(ForwardKind.PREFILL, -1, 0, 0, max(first, length), commit=first > 0)
     for block, start in enumerate(range(first, len(tokens), length)):
         stop = start + length
-        _decode_block_dinfer(sequence, block, start, stop)
-        if sequence.settings.early_stop and sequence.settings.eos_id in tokens[start:stop]:
-            tokens[stop:] = sequence.settings.eos_id
+        _decode_block_dinfer(decoding, block, start, stop)
+        if decoding.settings.early_stop and decoding.settings.eos_id in tokens[start:stop]:
+            tokens[stop:] = decoding.settings.eos_id
             return
 
 
-def _decode_block_dinfer(sequence: Sequence, block: int, start: int, stop: int) -> None:
+def _decode_block_dinfer(decoding: Decoding, block: int, start: int, stop: int) -> None:
     """Denoise one block and commit it: by its last idle forward, or else by a forward of its own."""
     iteration = num_masked = 0
-    while remaining := sequence.num_masked(start, stop):
+    while remaining := decoding.num_masked(start, stop):
         unroll = max(min(remaining // TOKENS_PER_FORWARD, MAX_UNROLL), MIN_UNROLL)
         num_accepted = 0
         for step in range(unroll):
-            num_masked = sequence.num_masked(start, stop)
+            num_masked = decoding.num_masked(start, stop)
             kind = ForwardKind.DENOISE if num_masked else ForwardKind.IDLE
             commit = num_masked == 0 and step == unroll - 1
-            num_accepted += sequence.forward(kind, block, iteration, start, stop, commit, accept_dinfer)
+            num_accepted += decoding.forward(kind, block, iteration, start, stop, commit, accept_dinfer)
             iteration += 1
         if num_accepted == 0:
             raise DecodeError(
-                f"request {sequence.request}, block {block}, iteration {iteration - 1}: nothing can be accepted, the model predicts a mask at all {remaining} masked positions"
+                f"request {decoding.request}, block {block}, iteration {iteration - 1}: nothing can be accepted, the model predicts a mask at all {remaining} masked positions"
             )
     if num_masked:
-        sequence.forward(ForwardKind.COMMIT, block, iteration, start, stop, commit=True)
+        decoding.forward(ForwardKind.COMMIT, block, iteration, start, stop, commit=True)
 
 
-LOOPS: dict[str, Callable[[Sequence], None]] = {"dinfer": decode_dinfer}
+LOOPS: dict[str, Callable[[Decoding], None]] = {"dinfer": decode_dinfer}
 
 
 def decode_request(
@@ -283,6 +287,6 @@ def decode_request(
         raise DecodeError(
             f"request {request}: the prompt holds the mask token {settings.mask_id}, which stands for tokens to be decoded"
         )
-    sequence = Sequence(model, prompt, settings, on_forward, request)
-    LOOPS[settings.loop](sequence)
-    return DecodeResult(sequence.token_ids, sequence.prompt_length, settings.gen_length, settings.eos_id)
+    decoding = Decoding(model, prompt, settings, on_forward, request)
+    LOOPS[settings.loop](decoding)
+    return DecodeResult(decoding.token_ids, decoding.prompt_length, settings.gen_length, settings.eos_id)

@@ -41,7 +41,13 @@ class Score:
 
 def decode_settings(tokenizer: Tokenizer, block_length: int, gen_length: int = 64) -> DecodeSettings:
     """Greedy decoding at threshold 0.9; 64 tokens are enough for every worked solution."""
-    return DecodeSettings(block_length, 0.9, gen_length, tokenizer.mask_id, tokenizer.eos_id)
+    return DecodeSettings(
+        mask_id=tokenizer.mask_id,
+        eos_id=tokenizer.eos_id,
+        block_length=block_length,
+        threshold=0.9,
+        gen_length=gen_length,
+    )
 
 
 def score(problems: Sequence[Document], answer: Callable[[Sequence[str]], Answers]) -> Score:
@@ -110,14 +116,14 @@ def answer_together(model: LLaDA2, tokenizer: Tokenizer, texts: Sequence[str], s
     """
     device, length = model.device, settings.block_length
     encoded = [tokenizer.encode(text) for text in texts]
-    num_blocks = -(-(max(map(len, encoded)) + settings.gen_length) // length)
-    ids = torch.full((len(texts), num_blocks * length), settings.mask_id)
+    num_positions = settings.num_positions(max(map(len, encoded)))
+    ids = torch.full((len(texts), num_positions), settings.mask_id)
     for row, prompt_ids in zip(ids, encoded, strict=True):
         row[: len(prompt_ids)] = torch.tensor(prompt_ids)
     ids = ids.to(device)
     is_done = torch.zeros(len(texts), dtype=torch.bool, device=device)
     num_accepted = num_forwards = 0
-    for start in range(0, num_blocks * length, length):
+    for start in range(0, num_positions, length):
         stop = start + length
         block = ids[:, start:stop]  # a view: what is accepted stands in ids at once
         is_active = (block == settings.mask_id).any(1) & ~is_done
