@@ -121,7 +121,7 @@ class _Forward:
     gates: NDArray[Any] | None = None  # [L * T, K]
 
 
-class Sequence:
+class Continuity:
     """Compares each forward with the one before of its request, over the groups of a trace in order."""
 
     def __init__(self, shape: ModelShape) -> None:

@@ -168,7 +168,7 @@ def _check_groups(report: Report, footers: dict[str, Footer], whole: bool) -> No
     first = footers["forwards"]
     metadata = first.metadata
     content = ContentHash()
-    sequence = consistency.Sequence(metadata.shape)
+    continuity = consistency.Continuity(metadata.shape)
     last_pass = -1
     with open_groups(report.path, metadata, signals="signals" in footers) as read:
         for index in range(len(first.rows)):
@@ -176,7 +176,7 @@ def _check_groups(report: Report, footers: dict[str, Footer], whole: bool) -> No
                 group = read(index)
             except TraceError as error:
                 report.note("row group that cannot be read", str(error), "whole row groups")
-                sequence.forget()
+                continuity.forget()
                 whole = False
                 continue
             for table, columns in group._asdict().items():
@@ -187,10 +187,10 @@ def _check_groups(report: Report, footers: dict[str, Footer], whole: bool) -> No
             report.add(findings)
             report.add(check_rows(group, metadata))
             if layout is None:
-                sequence.forget()
+                continuity.forget()
             else:
                 report.add(consistency.check_values(group, layout, metadata.shape))
-                report.add(sequence.check(group))
+                report.add(continuity.check(group))
             last_pass = max(last_pass, int(group.forwards["pass_id"].max(initial=-1)))
     if not whole:
         return
