@@ -19,8 +19,8 @@ from experiments.run import simulate
 from experiments.sweep import UNSIZED, table_of, write_table
 from experiments.table import format_table
 from tracer import doctor
-from tracer.models import find_model
 from tracer.schema import TraceError
+from tracer.shipped import find_model
 from tracer.store import TraceReader
 
 MODEL = "proxy-tiny"

@@ -21,7 +21,8 @@ from policies.profile import Costs, HardwareProfile, estimates_of
 from policies.registry import build_policy
 from simulator.des import simulate as simulate_events
 from tracer.schema import WEIGHT_BITS, ModelShape, Pass, TraceError
-from tracer.store import TraceReader, find_trace
+from tracer.shipped import find_trace
+from tracer.store import TraceReader
 
 # The columns of tables, in order; `summary.json` holds more.
 COLUMNS = (

@@ -16,7 +16,8 @@ from experiments.profiles import profile_hash
 from experiments.run import simulate
 from experiments.sweep import table_of
 from experiments.table import format_table
-from tracer.store import TraceReader, find_trace
+from tracer.shipped import find_trace
+from tracer.store import TraceReader
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ from tracer import locality
 from tracer.capture import trace_metadata, trace_prompts
 from tracer.checkpoint import load, read_config, read_provenance
 from tracer.decode import DecodeResult, DecodeSettings, ForwardEvent
-from tracer.models import find_model
 from tracer.prompts import Prompt, encode_prompts, read_prompts
+from tracer.shipped import find_model
 from tracer.store import TraceReader, TraceWriter
 from tracer.tokenizer import load_tokenizer
 

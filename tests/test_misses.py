@@ -8,7 +8,8 @@ from strategies import random_passes, traces
 
 from policies.lru import ORDERS
 from tracer.schema import ForwardKind
-from tracer.store import TraceReader, find_trace
+from tracer.shipped import find_trace
+from tracer.store import TraceReader
 
 COOP_ALONE = {"priority": False, "layer_adapt": False}
 

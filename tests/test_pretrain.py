@@ -10,13 +10,13 @@ import torch
 from tracer import checkpoint, pretrain
 from tracer.corpus import documents, prompts
 from tracer.llada2 import LLaDA2
-from tracer.models import find_model
 from tracer.pretrain_batches import UNIT, batch_sizes, block_mask, draw_batch, encode_documents, pack
 from tracer.pretrain_configs import BLOCK_LENGTHS, CONFIGS, PretrainConfig, find_config
 from tracer.pretrain_scores import answer_each, answer_together, decode_settings, score
 from tracer.pretrain_step import Trainer, balance, learning_rate, masked_loss
 from tracer.problems import final_answer
 from tracer.schema import TraceError
+from tracer.shipped import find_model
 from tracer.tokenizer import load_tokenizer
 
 MICRO = PretrainConfig(

@@ -11,8 +11,8 @@ from tracer.capture import trace_prompts
 from tracer.checkpoint import load, read_provenance
 from tracer.corpus import prompts, split_of
 from tracer.decode import DecodeSettings
-from tracer.models import find_model
-from tracer.store import TraceReader, find_trace
+from tracer.shipped import find_model, find_trace
+from tracer.store import TraceReader
 from tracer.tokenizer import load_tokenizer
 
 NUM_RETRACED = 4

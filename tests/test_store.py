@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from strategies import change, metadata_for, random_passes, traces
 
-from tracer import store
+from tracer import shipped, store
 from tracer.gates import quantise_gates, restore_gates
 from tracer.schema import GATE_DTYPES, ModelShape, Pass, Signals, TraceError
-from tracer.store import TraceReader, TraceWriter, find_trace
+from tracer.shipped import find_trace
+from tracer.store import TraceReader, TraceWriter
 
 GATE_ERROR = {"float32": 1e-6, "float16": 1e-3, "uint8": 1 / 255}
 SCORE_ERROR = {"float32": 1e-7, "float16": 5e-4, "uint8": 0.5 / 255 + 1e-12}
@@ -694,18 +695,20 @@ def test_signals_that_are_not_there_are_refused(tmp_path):
 
 
 def test_traces_are_found_by_shipped_name_and_by_path(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "DATA_DIRECTORY", tmp_path / "data")
-    shipped = write(tmp_path / "data" / "tiny.trace", *random_passes(np.random.default_rng(0)))
+    monkeypatch.setattr(shipped, "DATA_DIRECTORY", tmp_path / "data")
+    tiny = write(tmp_path / "data" / "tiny.trace", *random_passes(np.random.default_rng(0)))
     other = write(tmp_path / "mine.trace", *random_passes(np.random.default_rng(0)))
     monkeypatch.chdir(tmp_path)
-    assert find_trace("tiny") == shipped
+    assert find_trace("tiny") == tiny
     assert find_trace(str(other)) == other
     assert find_trace("mine.trace") == Path("mine.trace")
-    for name in ("mine", "", "data/tiny", "nowhere/x.trace"):
+    for name in ("mine", "", "../data/tiny", "nowhere/x.trace"):
         with pytest.raises(
-            TraceError, match=f"trace '{name}': no such directory, nor a shipped trace; shipped are: tiny"
+            TraceError, match=f"^trace '{name}': no such directory, nor a shipped trace; allowed: tiny$"
         ):
             find_trace(name)
+    with pytest.raises(TraceError, match=r"; did you mean tiny\? allowed: tiny$"):
+        find_trace("tny")
 
 
 def test_a_reader_needs_the_shape_only_from_the_trace(trace):

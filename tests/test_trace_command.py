@@ -14,9 +14,9 @@ from tiny_model import save_tiny_checkpoint
 
 from experiments import trace as command
 from tracer.doctor import check
-from tracer.models import find_model
 from tracer.prompts import read_prompts
 from tracer.schema import ForwardKind, TraceError
+from tracer.shipped import find_model
 from tracer.store import TraceReader
 
 FAST = ["decode.gen_length=20", "decode.threshold=0.1"]
@@ -196,8 +196,12 @@ def test_bad_prompts(workplace, oled_trace, content, message):
         ([], {"prompts": None}, "prompts: must be given as prompts=VALUE"),
         ([], {"model": None}, "model: must be given as model=VALUE"),
         ([], {"output": None}, "output.trace: must be given as output.trace=VALUE"),
-        ([], {"model": "nothing-here"}, "model nothing-here: no such directory; shipped models: "),
-        ([], {"model": "."}, "model .: the directory has no config.json"),
+        (
+            [],
+            {"model": "nothing-here"},
+            "model 'nothing-here': no such directory, nor a shipped model; allowed: proxy-tiny",
+        ),
+        ([], {"model": "."}, ".: no config.json; a checkpoint directory holds"),
         (["max_prompts=0"], {}, "max_prompts 0: must be at least 1"),
         (["gate_dtype=int3"], {}, "gate_dtype 'int3': allowed are float32, float16, uint8"),
         (["dtype=int8"], {}, "dtype 'int8': allowed are float32, bfloat16, float16"),
@@ -301,7 +305,12 @@ def test_line_separators_within_a_prompt_do_not_split_it(tmp_path):
     assert read_prompts(path) == [(1, "one\u2028two")]
 
 
-def test_a_model_is_found_by_path(checkpoint):
+def test_a_model_is_found_by_path_and_a_shipped_one_by_its_plain_name(checkpoint, tmp_path, monkeypatch):
     assert find_model(str(checkpoint)) == Path(checkpoint)
-    with pytest.raises(TraceError, match="no such directory; shipped models: "):
-        find_model("nothing-here")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "proxy-tiny").mkdir()
+    assert (find_model("proxy-tiny") / "config.json").is_file()
+    assert find_model("./proxy-tiny") == Path("proxy-tiny")
+    for name in ("nothing-here", "", "../data/proxy-tiny"):
+        with pytest.raises(TraceError, match=f"^model '{name}': no such directory, nor a shipped model; "):
+            find_model(name)

@@ -14,7 +14,7 @@ from tracer import consistency
 from tracer.checks import MAX_PLACES, Finding, Place, check_rows, lay_out
 from tracer.files import Footer, open_groups, read_footer, tables_in
 from tracer.schema import SCHEMA_VERSION, TraceError, TraceMetadata
-from tracer.store import find_trace
+from tracer.shipped import find_trace
 from tracer.tables import KIND_NAMES, REQUIRED_TABLES, ContentHash, Group
 
 

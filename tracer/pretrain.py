@@ -19,12 +19,12 @@ from torch import Tensor
 from tracer import checkpoint
 from tracer.corpus import documents, prompts
 from tracer.llada2 import LLaDA2
-from tracer.models import find_model
 from tracer.pretrain_batches import Pool, draw_batch, encode_documents, pack
 from tracer.pretrain_configs import BLOCK_LENGTHS, CONFIGS, PretrainConfig, find_config
 from tracer.pretrain_scores import answer_each, answer_together, decode_settings, score, score_summary
 from tracer.pretrain_step import Trainer, learning_rate
 from tracer.schema import TraceError
+from tracer.shipped import find_model
 from tracer.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 CURVE_FILE = "loss.jsonl"

@@ -30,24 +30,7 @@ from tracer.rows import decode, encode
 from tracer.schema import Pass, TraceError, TraceMetadata
 from tracer.tables import REQUIRED_TABLES, TABLES, Columns, ContentHash, Group, columns_of, to_arrow
 
-DATA_DIRECTORY = Path(__file__).parent / "data"
 MAX_GROUP_IDS = 1 << 20  # expert ids of routing and signals in a row group; bounds the memory of a reader
-
-
-def find_trace(name_or_path: str) -> Path:
-    """Directory of a shipped trace (`proxy-tiny`) or of any other (`runs/mine.trace`).
-
-    Raises:
-        TraceError: there is neither; the message lists the shipped names.
-    """
-    shipped = DATA_DIRECTORY / f"{name_or_path}.trace"
-    if Path(name_or_path).name == name_or_path and shipped.is_dir():
-        return shipped
-    path = Path(name_or_path)
-    if name_or_path and path.is_dir():
-        return path
-    names = ", ".join(sorted(p.stem for p in DATA_DIRECTORY.glob("*.trace"))) or "none"
-    raise TraceError(f"trace {name_or_path!r}: no such directory, nor a shipped trace; shipped are: {names}")
 
 
 class TraceWriter:
