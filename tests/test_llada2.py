@@ -412,9 +412,7 @@ def test_cache_truncates_and_refuses():
     assert cache.length == 4
     again = model(ids[:, 4:], torch.arange(4, 8), cache=cache)
     fresh = model(ids, torch.arange(8), mask=None)
-    assert again.shape == fresh[:, 4:].shape
-    cache.reset()
-    assert cache.length == 0
+    assert (again - fresh[:, 4:]).abs().max() < 1e-5
     with pytest.raises(TraceError, match=r"^cache of 65 positions: the model allows 1 to 64$"):
         model.new_cache(1, 65)
 

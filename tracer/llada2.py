@@ -72,10 +72,6 @@ class KVCache:
             raise TraceError(f"truncate to {length}: the cache holds {self.length} committed positions")
         self.length = length
 
-    def reset(self) -> None:
-        """Forget every position."""
-        self.length = 0
-
 
 def block_causal_mask(num_tokens: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
     """Mask [T, T] under which a token attends to its own block and those before; blocks start at position 0."""
