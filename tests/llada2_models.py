@@ -3,8 +3,10 @@
 import numpy as np
 import torch
 
+from tracer.checkpoint import save
 from tracer.llada2 import LLaDA2
 from tracer.llada2_config import LLaDA2Config
+from tracer.tokenizer import train_tokenizer
 
 MINI = {
     "vocab_size": 157184,
@@ -54,20 +56,47 @@ TINY = MINI | {
 }
 
 
+MASK_ID, EOS_ID = 39, 38
+DECODER = TINY | {
+    "vocab_size": 40,
+    "num_experts": 48,  # more than a trace keeps scores of
+    "n_group": 8,
+    "topk_group": 4,
+    "max_position_embeddings": 256,
+    "pad_token_id": EOS_ID,
+}
+
+
 def config(values=TINY, **changes):
     return LLaDA2Config(**values | changes)
 
 
-def tiny_model(seed=0, **changes):
+def tiny_model(seed=0, values=TINY):
     """Every parameter and bias is random, so that none can be left out unnoticed."""
     rng = np.random.default_rng(seed)
-    model = LLaDA2(config(**changes))
+    model = LLaDA2(config(values))
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict().items()):
             mean = 1.0 if "norm" in name else 0.0
             spread = 0.1 if "norm" in name or "bias" in name else 0.2
             tensor.copy_(torch.from_numpy(rng.normal(mean, spread, tensor.shape)))
     return model
+
+
+def tiny_decoder(seed=0, values=DECODER, mask_id=MASK_ID, eos_id=EOS_ID):
+    """A tiny model that hardly ever predicts the mask or the end of text."""
+    model = tiny_model(seed, values)
+    with torch.no_grad():
+        model.lm_head.weight[[eos_id, mask_id]] *= 0.01
+    return model
+
+
+def save_tiny_checkpoint(directory):
+    """A tiny decoder with a tokenizer of its own, as a checkpoint directory."""
+    tokenizer = train_tokenizer(["Sam has 12 pens and buys 30 more. How many pens are there? 12 + 30 = 42"] * 4, 320)
+    values = DECODER | {"vocab_size": tokenizer.vocab_size, "pad_token_id": tokenizer.eos_id}
+    save(tiny_decoder(0, values, tokenizer.mask_id, tokenizer.eos_id), directory)
+    tokenizer.save(directory)
 
 
 class Recorder:

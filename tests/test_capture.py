@@ -3,7 +3,7 @@ from itertools import groupby
 import numpy as np
 import pytest
 import torch
-from tiny_model import CONFIG, EOS_ID, MASK_ID, tiny_model
+from llada2_models import DECODER, EOS_ID, MASK_ID, config, tiny_decoder
 
 from tracer.capture import ObservedModel, Recorder, trace_metadata, trace_prompts
 from tracer.checkpoint import Provenance
@@ -12,6 +12,7 @@ from tracer.llada2 import block_causal_mask
 from tracer.observe import Observation, best_scored, sketch_projection
 from tracer.schema import ForwardKind, TraceError
 
+CONFIG = config(DECODER)
 LAYERS = CONFIG.moe_layer_ids
 PROMPTS = [[5] * 3 + [9, 8, 7, 1], [3] * 16 + [4] * 16, [2, 30, 11] * 7]
 
@@ -27,7 +28,7 @@ def settings(**changes):
 
 def trace(model=None, prompts=PROMPTS, signals=False, **changes):
     passes = Passes()
-    results = trace_prompts(model or tiny_model(), prompts, settings(**changes), passes, signals=signals)
+    results = trace_prompts(model or tiny_decoder(), prompts, settings(**changes), passes, signals=signals)
     return results, passes
 
 
@@ -86,14 +87,14 @@ def test_columns_of_a_pass_agree_with_each_other():
 
 @pytest.mark.parametrize("block_length", [1, 4, 16, 64])
 def test_cache_and_full_window_decode_alike(block_length):
-    model = tiny_model(seed=block_length)
-    config = settings(block_length=block_length)
+    model = tiny_decoder(seed=block_length)
+    chosen = settings(block_length=block_length)
     for prompt in PROMPTS:
         by_cache, by_window = [], []
         total = -(-(len(prompt) + 24) // block_length) * block_length
         cached = ObservedModel(model, Observation(model, False), block_length, total)
-        first = decode_request(cached, prompt, config, by_cache.append)
-        second = decode_request(FullWindowModel(model, block_length), prompt, config, by_window.append)
+        first = decode_request(cached, prompt, chosen, by_cache.append)
+        second = decode_request(FullWindowModel(model, block_length), prompt, chosen, by_window.append)
         assert np.array_equal(first.token_ids, second.token_ids)
         assert [event.kind for event in by_cache] == [event.kind for event in by_window]
         for one, other in zip(by_cache, by_window, strict=True):
@@ -104,7 +105,7 @@ def test_cache_and_full_window_decode_alike(block_length):
 
 @pytest.mark.parametrize("threshold", [0.9, 0.2, 0.0])
 def test_l4_the_forward_that_commits_routes_the_final_tokens(threshold):
-    model = tiny_model()
+    model = tiny_decoder()
     results, passes = trace(model, threshold=threshold)
     kinds = set()
     decoded = [item for item in passes if item.blocks[0] >= 0]
@@ -130,7 +131,7 @@ def test_both_ways_to_commit_occur():
 
 
 def test_cosines_compare_with_the_blocks_previous_forward():
-    model = tiny_model()
+    model = tiny_decoder()
     _, passes = trace(model)
     observation = Observation(model, False)
     before = None
@@ -163,7 +164,7 @@ def test_cosine_between_two_idle_forwards_is_one():
 
 
 def test_signals_are_what_the_gates_say():
-    model = tiny_model()
+    model = tiny_decoder()
     _, passes = trace(model, prompts=PROMPTS[:1], signals=True)
     gates = dict(model.moe_layers())
     assert sum(item.kv_lens[0] == 0 for item in passes) > 3
@@ -200,7 +201,7 @@ def test_signals_are_what_the_gates_say():
 
 
 def test_masks_share_one_sketch():
-    model = tiny_model()
+    model = tiny_decoder()
     _, passes = trace(model, prompts=PROMPTS[:1], signals=True)
     first = passes[1]
     masks = first.signals.sketch[first.is_masked_in]
@@ -223,7 +224,7 @@ def test_without_signals_none_are_written():
 
 @pytest.mark.parametrize("fault", ["twice", "never", "other"])
 def test_a_hook_count_that_is_off_is_refused(fault):
-    model = tiny_model()
+    model = tiny_decoder()
     observation = Observation(model, False)
     recorder = Recorder(LAYERS, observation, Passes())
     events = []
@@ -246,7 +247,7 @@ def test_a_hook_count_that_is_off_is_refused(fault):
 
 
 def test_a_model_that_only_predicts_masks_is_refused():
-    model = tiny_model()
+    model = tiny_decoder()
     model.lm_head.register_forward_hook(
         lambda module, inputs, logits: logits.index_fill(-1, torch.tensor(MASK_ID), 1e4)
     )
@@ -263,7 +264,7 @@ def test_tracing_twice_gives_the_same():
 
 
 def test_metadata_says_how_the_trace_was_made():
-    model = tiny_model()
+    model = tiny_decoder()
     provenance = Provenance("abc", 1234, {"a.safetensors": "def"}, {"minutes": 4.5, "steps": 7})
     metadata = trace_metadata(model, settings(), "proxy-tiny", provenance, "float16", signals=True)
     assert metadata.source == "proxy:proxy-tiny"
@@ -287,7 +288,7 @@ def test_metadata_says_how_the_trace_was_made():
 
 
 def test_metadata_says_which_precision_routed():
-    model = tiny_model().bfloat16()
+    model = tiny_decoder().bfloat16()
     provenance = Provenance("abc", None, {}, None)
     metadata = trace_metadata(model, settings(), "llada", provenance, "float16", signals=False)
     assert metadata.source == "model:llada"

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from tiny_model import save_tiny_checkpoint
+from llada2_models import save_tiny_checkpoint
 
 from experiments import trace as command
 from tracer.doctor import check
