@@ -551,4 +551,4 @@ def test_cuda_agrees_with_cpu_in_fp32():
     block = model(ids[:, 8:].cuda(), torch.arange(8, 12).cuda(), cache=cache, observer=found)
     assert (block.cpu() - logits[:, 8:]).abs().max() < 1e-4
     for one, other in zip(expected.layers, found.layers, strict=True):
-        assert torch.equal(one[2][:, 8:], other[2].cpu())
+        assert torch.equal(one[2].ids[:, 8:], other[2].ids.cpu())
