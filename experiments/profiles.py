@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from policies.profile import HardwareProfile, ProfileError
-from tracer.schema import ModelShape, TraceError, choices
+from tracer.records import make_record
+from tracer.schema import ModelShape, choices
 
 
 def names(group: str) -> list[str]:
@@ -43,12 +43,12 @@ def load_shape(name: str) -> ModelShape:
 
 def profile_from_dict(values: Mapping[str, Any], where: str) -> HardwareProfile:
     """Check the keys and types of a profile and make it; `where` stands in error messages."""
-    return _record(HardwareProfile, values, where)
+    return make_record(HardwareProfile, values, where, ProfileError)
 
 
 def shape_from_dict(values: Mapping[str, Any], where: str) -> ModelShape:
     """Check the keys and types of a model shape and make it."""
-    return _record(ModelShape, values, where)
+    return make_record(ModelShape, values, where, ProfileError)
 
 
 def changes_of(profile: HardwareProfile) -> str:
@@ -95,57 +95,3 @@ def _read(group: str, name_or_path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ProfileError(f"{name_or_path}: must hold keys and values")
     return values
-
-
-def _record(kind: type, values: Any, where: str) -> Any:
-    """Make a dataclass from a mapping whose keys and types are checked."""
-    if not isinstance(values, Mapping):
-        raise ProfileError(f"{where} is {values!r}, must hold keys and values")
-    allowed = {field.name: field for field in fields(kind)}
-    for key in values:
-        if key not in allowed:
-            raise ProfileError(f"{where}: unknown key {key!r}; {choices(str(key), allowed)}")
-    missing = [
-        name
-        for name, field in allowed.items()
-        if name not in values and field.default is MISSING and field.default_factory is MISSING
-    ]
-    if missing:
-        raise ProfileError(f"{where}: missing {', '.join(missing)}")
-    hints = get_type_hints(kind)
-    made = {key: _converted(value, hints[key], f"{where}: {key}") for key, value in values.items()}
-    try:
-        return kind(**made)
-    except TraceError as error:
-        raise ProfileError(f"{where}: {error}") from None
-
-
-def _converted(value: Any, hint: Any, where: str) -> Any:
-    """A value as a field of this type holds it, refused if YAML gave another type."""
-    arguments = get_args(hint)
-    if NoneType in arguments:
-        return None if value is None else _converted(value, arguments[0], where)
-    if is_dataclass(hint):
-        return _record(hint, value, where)  # type: ignore[arg-type]  # a class, not an instance
-    if get_origin(hint) is tuple:
-        is_long = arguments[-1] is Ellipsis
-        if not isinstance(value, (list, tuple)) or not (is_long or len(value) == len(arguments)):
-            raise ProfileError(f"{where} is {value!r}, must be a list{'' if is_long else f' of {len(arguments)}'}")
-        return tuple(_converted(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(value))
-    if get_origin(hint) is Mapping:
-        if not isinstance(value, Mapping):
-            raise ProfileError(f"{where} is {value!r}, must hold keys and values")
-        return {str(key): _converted(item, arguments[1], f"{where}.{key}") for key, item in value.items()}
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is float and is_number:
-        return value
-    if hint is int and is_number and float(value).is_integer():
-        return int(value)
-    if hint is bool and isinstance(value, bool):
-        return value
-    if hint is str and isinstance(value, (str, int, float)):
-        return str(value)
-    raise ProfileError(f"{where} is {value!r}, must be {_WORDS[hint]}")
-
-
-_WORDS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}

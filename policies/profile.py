@@ -137,14 +137,14 @@ class HardwareProfile:
 
     def __post_init__(self) -> None:
         if self.provenance not in ("measured", "datasheet"):
-            raise ProfileError(f"{self.name}: provenance {self.provenance!r}: allowed are measured, datasheet")
+            raise ProfileError(f"provenance {self.provenance!r}: allowed are measured, datasheet")
         for key, value in _numbers(asdict(self)):
             name = key.rpartition(".")[2]
             least = LEAST.get(name, 0)
             is_rate = name.endswith("_per_s")
             if not (least <= value < float("inf") and (value > 0 or not is_rate)):
                 allowed = "above 0" if is_rate else f"of at least {least}"
-                raise ProfileError(f"{self.name}: {key} is {value}, must be a number {allowed}")
+                raise ProfileError(f"{key} is {value}, must be a number {allowed}")
 
     def costs(self, shape: ModelShape, expert_bytes: int, policy: str) -> Costs:
         """Costs of running `policy` on this machine with experts of this shape and size.

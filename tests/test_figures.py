@@ -26,7 +26,9 @@ def table():
         for size in (8, 16, 32)
     ]
     rows.append(ROW | {"policy": "full", "sized": False, "slots_per_layer": 64, "tpot_ms": 2.0, "utilization": 0.4})
-    rows.append(ROW | {"policy": "ondemand", "sized": False, "slots_per_layer": 0, "tpot_ms": 30.0, "utilization": None})
+    rows.append(
+        ROW | {"policy": "ondemand", "sized": False, "slots_per_layer": 0, "tpot_ms": 30.0, "utilization": None}
+    )
     return pl.DataFrame(rows, infer_schema_length=None)
 
 

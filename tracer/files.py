@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tracer.schema import SCHEMA_VERSION, ModelShape, TraceError, TraceMetadata
+from tracer.records import make_record
+from tracer.schema import SCHEMA_VERSION, TraceError, TraceMetadata
 from tracer.tables import REQUIRED_TABLES, TABLES, Column, Columns, Group, columns_of, from_arrow
 
 METADATA_KEY = b"oledsim"
@@ -53,6 +54,14 @@ def dump_metadata(metadata: TraceMetadata, num_passes: int, num_requests: int) -
         return json.dumps(record, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TraceError(f"metadata must be of values that JSON can hold: {error}") from error
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What metadata on disk says beyond TraceMetadata."""
+
+    num_passes: int
+    num_requests: int
 
 
 @dataclass(frozen=True)
@@ -99,15 +108,20 @@ def read_footer(directory: Path, table: str) -> Footer:
 def _parse_metadata(path: Path, text: bytes) -> tuple[TraceMetadata, int, int]:
     try:
         record = json.loads(text)
-        if record["schema_version"] != SCHEMA_VERSION:
-            found = record["schema_version"]
-            raise TraceError(f"trace format {found}; this version reads format {SCHEMA_VERSION}")
-        num_passes, num_requests = int(record.pop("num_passes")), int(record.pop("num_requests"))
-        return TraceMetadata(**record | {"shape": ModelShape(**record["shape"])}), num_passes, num_requests
-    except KeyError as error:
-        raise TraceError(f"{path}: metadata lacks {error}") from error
-    except (TypeError, ValueError) as error:
-        raise TraceError(f"{path}: metadata: {error}") from error
+        json.dumps(record, ensure_ascii=False).encode()  # half a character cannot be shown
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{path}: metadata: {first_line(error)}") from error
+    where = f"{path}: metadata"
+    if not isinstance(record, dict):
+        raise TraceError(f"{where} is {type(record).__name__}, must hold keys and values")
+    if (found := record.get("schema_version")) != SCHEMA_VERSION:
+        raise TraceError(f"{where}: trace format {found}; this version reads format {SCHEMA_VERSION}")
+    counts = {name: record.pop(name) for name in ("num_passes", "num_requests") if name in record}
+    made, metadata = (
+        make_record(Counts, counts, where, TraceError),
+        make_record(TraceMetadata, record, where, TraceError),
+    )
+    return metadata, made.num_passes, made.num_requests
 
 
 def _read_group(file: pq.ParquetFile, path: Path, index: int, columns: tuple[Column, ...]) -> Columns:
