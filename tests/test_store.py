@@ -465,6 +465,32 @@ def test_only_a_trace_is_overwritten(tmp_path):
     assert (tmp_path / "home" / "letters.txt").read_text() == "dear"
 
 
+def test_what_only_bears_the_names_of_a_trace_is_not_overwritten(tmp_path):
+    shape, passes = random_passes(np.random.default_rng(2))
+    (tmp_path / "foreign").mkdir()
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "foreign" / "tokens.parquet")
+    (tmp_path / "folder" / "tokens.parquet").mkdir(parents=True)
+    kept = write(tmp_path / "kept.trace", shape, passes)
+    (kept / "routing.parquet").write_bytes(b"no table")
+    for name in ("foreign", "folder", "kept.trace"):
+        with pytest.raises(TraceError, match=f"{name}: is not a trace"):
+            TraceWriter(tmp_path / name, metadata_for(shape), overwrite=True)
+    (tmp_path / "empty").mkdir()
+    assert TraceReader(write(tmp_path / "empty", shape, passes, overwrite=True)).num_passes == len(passes)
+
+
+@pytest.mark.parametrize("target", ["real.trace", "nowhere", "link"])
+def test_a_symbolic_link_is_refused_and_stays(tmp_path, target):
+    shape, passes = random_passes(np.random.default_rng(2))
+    write(tmp_path / "real.trace", shape, passes)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / target)
+    with pytest.raises(TraceError, match="link: is a symbolic link; name the trace itself"):
+        TraceWriter(link, metadata_for(shape), overwrite=True)
+    assert link.is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"real.trace", "link"}
+
+
 def test_a_name_taken_meanwhile_is_not_overwritten(tmp_path):
     shape, passes = random_passes(np.random.default_rng(2))
     slow = TraceWriter(tmp_path / "x.trace", metadata_for(shape))

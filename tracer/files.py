@@ -75,6 +75,14 @@ class Footer:
     num_bytes: int  # of the file
 
 
+def is_table(path: Path) -> bool:
+    """A whole Parquet file with the metadata of a trace."""
+    try:
+        return path.is_file() and METADATA_KEY in (pq.read_metadata(path).metadata or {})
+    except PARQUET_ERRORS:
+        return False
+
+
 def read_footer(directory: Path, table: str) -> Footer:
     """Read and check the footer of one table.
 

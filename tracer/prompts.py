@@ -96,6 +96,8 @@ def _json_prompt(line: str, where: str) -> str:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise TraceError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or as many brackets
+        raise TraceError(f"{where}: not JSON that can be read ({error})") from error
     if not isinstance(record, dict):
         raise TraceError(f"{where}: found a JSON {type(record).__name__}, must be an object with the key prompt")
     text = record.get("prompt")
@@ -106,4 +108,6 @@ def _json_prompt(line: str, where: str) -> str:
         raise TraceError(f"{where}: found {found}, must have the key prompt with a text")
     if not text.strip():
         raise TraceError(f"{where}: the prompt is blank")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise TraceError(f"{where}: the prompt holds half a character (a lone surrogate)")
     return text

@@ -21,6 +21,7 @@ from tracer.files import (
     PARQUET_ERRORS,
     dump_metadata,
     first_line,
+    is_table,
     open_groups,
     read_footer,
     tables_in,
@@ -31,6 +32,15 @@ from tracer.schema import Pass, TraceError, TraceMetadata
 from tracer.tables import REQUIRED_TABLES, TABLES, Columns, ContentHash, Group, columns_of, to_arrow
 
 MAX_GROUP_IDS = 1 << 20  # expert ids of routing and signals in a row group; bounds the memory of a reader
+
+
+def _may_be_replaced(path: Path) -> bool:
+    """An empty directory, or one that holds tables of a trace and nothing else; names alone prove nothing."""
+    if not path.is_dir():
+        return False
+    tables = {f"{table}.parquet" for table in TABLES}
+    entries = list(path.iterdir())
+    return not entries or all(entry.name in tables and is_table(entry) for entry in entries)
 
 
 class TraceWriter:
@@ -131,14 +141,15 @@ class TraceWriter:
             _sync_directory(self.path.parent)
 
     def _check_target(self) -> None:
+        if self.path.is_symlink():  # the trace would take the place of the link, not of what it points to
+            raise TraceError(f"{self.path}: is a symbolic link; name the trace itself")
         if not self.path.exists():
             if ".." in self.path.parts and not self.path.parent.is_dir():  # making it would make what .. leaves again
                 raise TraceError(f"{self.path}: no directory {self.path.parent}; one named with .. must be there")
             return
         if not self._overwrite:
             raise TraceError(f"{self.path}: exists already; choose another name, or ask to overwrite it")
-        files = {f"{table}.parquet" for table in TABLES}
-        if not self.path.is_dir() or any(file.name not in files for file in self.path.iterdir()):
+        if not _may_be_replaced(self.path):
             raise TraceError(f"{self.path}: is not a trace; only a trace is overwritten")
 
     def _flush(self) -> None:
