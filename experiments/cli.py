@@ -135,7 +135,10 @@ def _ordered(arguments: list[str]) -> list[str]:
         raise ConfigError(f"{message}; --help lists keys, --hydra-help lists flags")
 
     parser.error = refuse  # type: ignore[method-assign]
-    overrides = parser.parse_intermixed_args(arguments).overrides
+    found = parser.parse_intermixed_args(arguments)
+    if found.experimental_rerun is not None:
+        raise ConfigError("--experimental-rerun: reads a pickle, which could run anything; it is not supported")
+    overrides = found.overrides
     return [*overrides, *(argument for argument in arguments if argument not in overrides)]
 
 

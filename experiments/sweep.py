@@ -13,9 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 from polars import selectors
 
 from experiments.cli import ERROR_FILE
+from experiments.files import MANIFEST, SUMMARY
 from experiments.manifest import sources
 from experiments.table import SECTION, format_table
 from policies.registry import POLICIES
+from tracer.records import read_object
+from tracer.schema import TraceError
 
 # these ignore the cache size, so a sweep has one cell of each
 UNSIZED = tuple(name for name, module in POLICIES.items() if not getattr(module, "SIZED", True))
@@ -44,11 +47,20 @@ OmegaConf.register_new_resolver("cell_name", lambda *, _root_: cell_name(_root_)
 
 def is_done(directory: Path, trace_hash: str, profile_hash: str) -> bool:
     """The directory holds the whole result of this trace and profile, made by this code."""
-    if not (directory / "summary.json").exists():
+    found = _result(directory)
+    if found is None:
         return False
-    manifest = json.loads((directory / "manifest.json").read_text())
-    made_of = manifest["trace"]["content_hash"], manifest["profile"]["hash"], manifest.get("sources")
-    return made_of == (trace_hash, profile_hash, sources())
+    manifest = found[1]
+    return (manifest["trace"]["content_hash"], manifest["profile"]["hash"]) == (trace_hash, profile_hash)
+
+
+def _result(directory: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Summary and manifest of a directory, if they are there, whole, and made by this code."""
+    try:
+        summary, manifest = read_object(directory / SUMMARY), read_object(directory / MANIFEST)
+    except (FileNotFoundError, TraceError):
+        return None
+    return (summary, manifest) if manifest.get("sources") == sources() else None
 
 
 def collect(sweep: Path) -> tuple[pl.DataFrame, list[str]]:
@@ -59,11 +71,11 @@ def collect(sweep: Path) -> tuple[pl.DataFrame, list[str]]:
         key that was swept and that no other column shows.
     """
     summaries, configs = [], []
-    for path in sorted(sweep.rglob("summary.json")):
-        manifest = json.loads((path.parent / "manifest.json").read_text())
-        if manifest.get("sources") == sources() and not (path.parent / ERROR_FILE).exists():
-            summaries.append(json.loads(path.read_text()))
-            configs.append(manifest["config"])
+    for path in sorted(sweep.rglob(SUMMARY)):
+        found = _result(path.parent)
+        if found is not None and not (path.parent / ERROR_FILE).exists():
+            summaries.append(found[0])
+            configs.append(found[1]["config"])
     swept = _swept(configs)
     rows = [summary | {key: column[row] for key, column in swept.items()} for row, summary in enumerate(summaries)]
     return table_of(rows, list(swept)), list(swept)

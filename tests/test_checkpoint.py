@@ -339,6 +339,9 @@ def test_damaged_json(saved, name):
     fails(saved[0], f"{path}: is not JSON: Expecting value: line 1 column 16 (char 15)")
     path.write_text("[]")
     fails(saved[0], f"{path}: must hold a JSON object, found list")
+    path.write_text("[" * 100_000)
+    with pytest.raises(TraceError, match="is not JSON: maximum recursion depth"):
+        load(saved[0])
     path.write_bytes(b"\xff\xfe\xfd")
     with pytest.raises(TraceError, match="is not JSON"):
         load(saved[0])

@@ -104,6 +104,7 @@ def test_output_dir_names_the_directory():
         (["needed=x", "colour=null"], ["group"]),
         (["needed=x", "hydra.runn.dir=x"], ["hydra.runn", "did you mean run?"]),
         (["needed=x", "--multirunn"], ["--multirunn", "--hydra-help"]),
+        (["--experimental-rerun", "x.pickle"], ["--experimental-rerun", "pickle"]),
         (["needed=x", "--run", "--multirun"], ["--run", "--multirun"]),
         (["needed=x", "--config-dir", "nowhere"], ["nowhere", "not found"]),
         (["needed=x", "number=7"], ["number is 7, must not be"]),

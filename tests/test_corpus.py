@@ -159,7 +159,12 @@ def test_a_directory_without_its_tokenizer_is_refused(tokenizer, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"mask_token": "[MASK]", "eos_token": "<|endoftext|>"}')
     with pytest.raises(TraceError, match=r"holds no token '\[MASK\]'"):
         load_tokenizer(tmp_path)
-    for content, message in ((b"{", "not JSON"), (b"\xff", "not JSON"), (b"[]", "must hold a JSON object, found list")):
+    for content, message in (
+        (b"{", "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "must hold a JSON object, found list"),
+    ):
         (tmp_path / "tokenizer_config.json").write_bytes(content)
         with pytest.raises(TraceError, match=rf"tokenizer_config.json: {message}"):
             load_tokenizer(tmp_path)

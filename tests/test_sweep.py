@@ -197,3 +197,12 @@ def test_a_wide_table_fits_a_terminal():
 )
 def test_the_caption_says_where_numbers_come_from(change, words):
     assert words in " ".join(format_table(table_of([ROW | change])).split())
+
+
+def test_a_damaged_result_is_made_again():
+    sweep("policy=lru", "cache.slots_per_layer=8")
+    (path,) = Path("grid").rglob("summary.json")
+    whole = path.read_text()
+    path.write_text(whole[:40])
+    sweep("policy=lru", "cache.slots_per_layer=8")
+    assert path.read_text() == whole

@@ -19,6 +19,7 @@ from torch import Tensor
 from tracer.llada2 import LLaDA2
 from tracer.llada2_config import LLaDA2Config
 from tracer.moe import MoeLayer
+from tracer.records import read_object
 from tracer.schema import TraceError
 
 CONFIG_NAME = "config.json"
@@ -280,13 +281,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise TraceError(
             f"{path.parent}: no {path.name}; a checkpoint directory holds {CONFIG_NAME}, {INDEX_NAME} and its shards"
         )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TraceError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise TraceError(f"{path}: must hold a JSON object, found {type(values).__name__}")
-    return values
+    return read_object(path)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

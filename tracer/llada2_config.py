@@ -50,6 +50,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "transformers_version": "4.57.1",
     "use_cache": False,
 }
+MOST_EXPERTS = 10**6  # a hundred times those of any model; all are named before a checkpoint is read
 _BLOCK_ROUTING = ("block_size", "expert_capacity")
 
 
@@ -97,6 +98,10 @@ class LLaDA2Config:
         self._check_sizes()
 
     def _check_sizes(self) -> None:
+        if self.num_hidden_layers * self.num_experts > MOST_EXPERTS:
+            raise TraceError(
+                f"num_hidden_layers {self.num_hidden_layers} and num_experts {self.num_experts}: must make at most {MOST_EXPERTS} experts"
+            )
         if self.first_k_dense_replace >= self.num_hidden_layers:
             raise TraceError(
                 f"first_k_dense_replace {self.first_k_dense_replace}: must leave an MoE layer among num_hidden_layers {self.num_hidden_layers}"

@@ -1,15 +1,32 @@
-"""Dataclasses from plain data, as JSON and YAML give it, with every key and type checked."""
+"""Plain data from JSON and YAML, and the dataclasses made of it, with every key and type checked."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from tracer.schema import choices
+from tracer.schema import TraceError, choices
 
 Record = TypeVar("Record")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        TraceError: it is not UTF-8, not JSON, or not an object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise TraceError(f"{path}: must hold a JSON object, found {type(values).__name__}")
+    return values
 
 
 def make_record(kind: type[Record], values: Any, where: str, error: type[ValueError]) -> Record:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from tracer.records import read_object
 from tracer.schema import TraceError
 
 MASK_TOKEN = "<|mask|>"
@@ -105,13 +105,7 @@ def _special_tokens(directory: Path) -> dict[str, str]:
         path = directory / file
         if not path.is_file():
             continue
-        try:
-            found: Any = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise TraceError(f"{path}: not JSON ({error})") from error
-        if not isinstance(found, dict):
-            raise TraceError(f"{path}: must hold a JSON object, found {type(found).__name__}")
-        for role, token in found.items():
+        for role, token in read_object(path).items():
             text = token.get("content") if isinstance(token, dict) else token
             if role.endswith("_token") and isinstance(text, str):
                 names.setdefault(role, text)
