@@ -40,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = parser.parse_args(arguments).out
     try:
         run(out)
+    except KeyboardInterrupt:
+        print("demo: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
     except USER_ERRORS as error:
         print(f"demo: error: {explain(error)}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -217,6 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"oled-doctor: {error}")
             status = 1
             continue
+        except KeyboardInterrupt:
+            print("oled-doctor: interrupted", file=sys.stderr)
+            return 130
         print(report)
         status = status if report.ok else 1
     return status
