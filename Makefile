@@ -24,19 +24,21 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.dev
-	$(BIN)/pip install --quiet pyright
-	$(BIN)/pyright
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 wheel: $(VENV)/.dev
 	$(BIN)/python -m build --wheel
 
-$(BIN)/python:
+# a stamp, because an interrupted venv has a python and no pip
+$(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "oledsim needs Python 3.11 or later, found $$($(PYTHON) --version 2>&1)" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: install the package python3-venv (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
 
 # one stamp for each set of extras; a changed pin or dependency installs anew
-$(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/.made
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 import polars as pl
 from omegaconf import OmegaConf
@@ -56,13 +57,15 @@ def run(out: Path) -> None:
     """
     path = out / f"{MODEL}.trace"
     prompts = find_model(MODEL) / "prompts.jsonl"
-    _step(f"oled-trace model={MODEL} prompts={prompts} max_prompts={NUM_PROMPTS} output.trace={path}")
+    _step(
+        f"oled-trace model={MODEL} prompts={quote(str(prompts))} max_prompts={NUM_PROMPTS} output.trace={quote(str(path))} output.overwrite=true"
+    )
     output = trace.Output(trace=str(path), overwrite=True)
     trace.run(
         OmegaConf.structured(trace.Trace(model=MODEL, prompts=str(prompts), max_prompts=NUM_PROMPTS, output=output))
     )
 
-    _step(f"oled-doctor {path}")
+    _step(f"oled-doctor {quote(str(path))}")
     report = doctor.check(path)
     print(report)
     if not report.ok:
@@ -70,8 +73,8 @@ def run(out: Path) -> None:
 
     common = f"cache.slots_per_layer={','.join(map(str, SIZES))} hardware={HARDWARE} shape={SHAPE}"
     _step(
-        f"oled-simulate -m trace={path} policy={','.join(POLICIES)} {common}",
-        f"oled-simulate -m trace={path} policy=oled policy.layer_adapt=false {common}",
+        f"oled-simulate -m trace={quote(str(path))} policy={','.join(POLICIES)} {common}",
+        f"oled-simulate -m trace={quote(str(path))} policy=oled policy.layer_adapt=false {common}",
     )
     table = simulate_grid(path)
     print(format_table(table, width=WIDTH))
@@ -93,11 +96,12 @@ def simulate_grid(path: Path) -> pl.DataFrame:
 
 
 def _step(*commands: str) -> None:
+    """Show commands as they can be pasted into a shell."""
     for command in commands:
-        wrapped = textwrap.fill(
-            command, WIDTH - 2, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        lines = textwrap.wrap(
+            command, WIDTH - 4, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
         )
-        print(f"\n$ {wrapped}", flush=True)
+        print("\n$ " + " \\\n".join(lines), flush=True)
     print(flush=True)
 
 
@@ -109,7 +113,7 @@ def _paragraph(path: Path, table: pl.DataFrame) -> str:
     return (
         f"What this was: {MODEL}, a toy with {shape.num_layers} MoE layers of {shape.num_experts} experts, top "
         f"{shape.top_k}, trained for the purpose, answered {reader.num_requests} prompts that it had not seen in training, on "
-        f"this machine's CPU; each policy then replayed that routing in simulated time, {row['num_decode_forwards']} "
+        f"this machine's CPU (about nine of ten of its answers are right, as its card says); each policy then replayed that routing in simulated time, {row['num_decode_forwards']} "
         f"decode forwards of {row['num_requests']} requests counted ({row['tokens_per_forward']:.2f} tokens a forward), "
         f"the first request being warm-up. Times are charged at the sizes of {SHAPE} on {HARDWARE}: a data-sheet "
         "profile, never validated on this GPU, and another model's sizes than those that were traced. What it does not "

@@ -91,6 +91,7 @@ def _plot(table: pl.DataFrame, column: str, label: str, title: str, path: Path, 
         axes.set_ylim(0, 1.03)
     elif values.len() and 0 < values.min() < values.max() / 8:  # type: ignore[operator]
         axes.set_yscale("log")
+        axes.set_ylabel(f"{label}, log scale")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
@@ -121,7 +122,8 @@ def _draw(axes: Axes, points: pl.DataFrame, column: str, style: Style, nth: int)
         linestyle=line,
         linewidth=1.8,
         markersize=7,
-        markeredgecolor="white",
+        markerfacecolor="white" if nth else style.color,
+        markeredgecolor=style.color if nth else "white",
         markeredgewidth=0.5,
         label=name,
     )

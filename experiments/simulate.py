@@ -14,7 +14,7 @@ from experiments import sweep
 from experiments.cli import hydra_command
 from experiments.profiles import profile_hash
 from experiments.run import simulate
-from experiments.sweep import table_of
+from experiments.sweep import shown, table_of
 from experiments.table import format_table
 from tracer.shipped import find_trace
 from tracer.store import TraceReader
@@ -56,7 +56,7 @@ def run(config: DictConfig) -> None:
         progress=True,
     )
     if not is_cell:
-        print(format_table(table_of([result.summary])))
+        print(f"{format_table(table_of([result.summary]))}\n\nWritten: {shown(directory)}")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,12 @@ def finish(sweep: Path) -> None:
     if table.is_empty():
         return
     write_table(table, sweep / "sweep.parquet")
-    print(format_table(table, swept))
+    print(f"{format_table(table, swept)}\n\nWritten: {shown(sweep)}")
+
+
+def shown(path: Path) -> str:
+    """A path as a person would type it from here."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def write_table(table: pl.DataFrame, path: Path) -> None:

@@ -19,7 +19,9 @@ from tracer.schema import GATE_DTYPES, ForwardKind, ModelShape, Pass, TraceError
 try:
     import torch
 except ModuleNotFoundError:
-    raise SystemExit("oled-trace: error: PyTorch is not installed; pip install 'oledsim[trace]' brings it") from None
+    raise SystemExit(
+        "oled-trace: error: PyTorch is not installed; in a checkout, pip install '.[trace]' brings it"
+    ) from None
 
 from tracer import locality
 from tracer.capture import trace_metadata, trace_prompts

@@ -57,7 +57,7 @@ def test_time_by_size(tmp_path, drawn):
     assert list(lines) == ["lru", "oled", "ideal_min", "full", "ondemand"]
     assert lines["lru"].get_xydata().tolist() == [[8, 12.5], [16, 6.25], [32, 3.125]]
     assert list(lines["full"].get_ydata()) == [2.0, 2.0]  # across the whole width
-    assert axes.get_ylabel().endswith("(ms)")
+    assert axes.get_ylabel() == "time per output token, TPOT (ms), log scale"
     assert "slots" in axes.get_xlabel()
     assert list(axes.get_xticks()) == [8, 16, 32]
     assert axes.get_yscale() == "log"  # from 2 to 30

@@ -61,7 +61,8 @@ def test_a_run_writes_four_files_and_prints_a_table(trace):
     assert summary["source"] == "synthetic:tests"
     assert manifest["config"]["cache"] == {"slots_per_layer": 6}
     assert manifest["config"]["overrides"][-1] == "policy=lru"
-    caption, table = out.split("\n\n")
+    caption, table, written = out.split("\n\n")
+    assert written == "Written: out\n"
     assert "trace small; source synthetic:tests (hidden 8, 1.23 tokens a forward); hardware rtx5090" in caption
     assert "never validated on this GPU" in caption
     assert table.splitlines()[-1].split()[:2] == ["lru", "6"]
