@@ -17,6 +17,7 @@ NON_EXPERT_BYTES = 2  # attention, gate, shared experts and head stay in bfloat1
 
 # Least values, where 0 is not one
 LEAST = {"h2d_slowdown": 1, "cpu_slowdown": 1, "transfer_chunk": 1, "cpu_workers": 1}
+LARGEST_COUNT = 65536  # of experts in a chunk, and of workers
 
 
 class ProfileError(ValueError):
@@ -145,6 +146,9 @@ class HardwareProfile:
             if not (least <= value < float("inf") and (value > 0 or not is_rate)):
                 allowed = "above 0" if is_rate else f"of at least {least}"
                 raise ProfileError(f"{key} is {value}, must be a number {allowed}")
+        for key in ("transfer_chunk", "cpu_workers"):
+            if getattr(self, key) > LARGEST_COUNT:
+                raise ProfileError(f"{key} is {getattr(self, key):g}, must be at most {LARGEST_COUNT}")
 
     def costs(self, shape: ModelShape, expert_bytes: int, policy: str) -> Costs:
         """Costs of running `policy` on this machine with experts of this shape and size.
@@ -163,7 +167,7 @@ class HardwareProfile:
         times = {
             "n_ns": max(entry.n_ns),
             "g_ns": max(entry.g_ns),
-            "a CPU batch": entry.cpu_a_ns + entry.cpu_b0_ns + entry.cpu_b1_ns,
+            "a CPU batch": (entry.cpu_a_ns + entry.cpu_b0_ns + entry.cpu_b1_ns) * self.cpu_slowdown,
             "tail_ns": entry.tail_ns,
             "a copy": (self.h2d_latency_ns + expert_bytes * 1e9 / self.h2d_bytes_per_s) * self.h2d_slowdown,
             "policy_ns": policy_ns,

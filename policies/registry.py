@@ -12,6 +12,8 @@ from policies.contract import Context, Policy, PolicyError
 from policies.knobs import variant_of
 from tracer.schema import choices
 
+LARGEST_KNOB = 10**15  # whole numbers: compiled code counts in 64 bits, and adds them up
+
 # Each module has a dataclass Knobs and a function build(knobs, context) -> Policy. Its NamedTuples must differ from those
 # of other modules in name or in field types: numba dispatches calls from Python by these, and would do so slowly.
 POLICIES: dict[str, ModuleType] = {
@@ -46,6 +48,9 @@ def build_policy(name: str, knobs: Mapping[str, Any] | object, context: Context)
         knobs = module.Knobs(**knobs)
     elif not isinstance(knobs, module.Knobs):
         raise PolicyError(f"{name} was given {type(knobs).__name__}, needs its own Knobs or a mapping")
+    for key, value in vars(knobs).items():
+        if isinstance(value, int) and abs(value) > LARGEST_KNOB:
+            raise PolicyError(f"{key} is {value:g}, must be within {LARGEST_KNOB:g}")
     return replace(module.build(knobs, context), variant=variant_of(knobs))
 
 

@@ -168,6 +168,7 @@ def test_the_h200_preset_says_that_it_is_provisional_and_meets_its_probes():
         ({"h2d_slowdown": 0.5}, "h2d_slowdown is 0.5, must be a number of at least 1"),
         ({"provenance": "guess"}, "allowed are measured, datasheet"),
         ({"transfer_chunk": 0}, "mine: transfer_chunk is 0, must be a number of at least 1"),
+        ({"transfer_chunk": 1e30}, r"mine: transfer_chunk is 1e\+30, must be at most 65536"),
         ({"cpu_workers": 1.5}, "cpu_workers is 1.5, must be a whole number"),
         ({"h2d_bandwidth": 1}, "unknown key 'h2d_bandwidth'"),
         ({"h2d_latency_nss": 1}, "did you mean h2d_latency_ns?"),
@@ -229,6 +230,7 @@ def test_a_trace_that_does_not_know_its_sizes_is_not_timed():
         ({"h2d_latency_ns": 1e30}, r"mine: a copy takes 1e\+30 ns, must be at most 1e\+15"),
         ({"h2d_bytes_per_s": 1e-3}, "a copy takes"),
         ({"policy_ns": {"default": 1e16}}, "policy_ns takes"),
+        ({"cpu_slowdown": 1e12}, "a CPU batch takes"),
         ({"roofline": {**ROOFLINE, "gpu_bytes_per_s": 1e-6}}, "n_ns takes"),
     ],
 )
