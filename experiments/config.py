@@ -106,6 +106,8 @@ def hardware_of(config: DictConfig, overrides: Sequence[str]) -> HardwareProfile
     """
     values: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
     path = values.pop("path")
+    if path is not None and not isinstance(path, str):
+        raise ConfigError(f"hardware.path is {path!r}, must be the path of a .yaml file")
     if path is None:
         missing = [key for key, value in values.items() if value == MISSING]
         known = {key: value for key, value in values.items() if key not in missing}

@@ -7,10 +7,12 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.resources import files
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from policies.profile import HardwareProfile, ProfileError
@@ -89,9 +91,10 @@ def _read(group: str, name_or_path: str | Path) -> dict[str, Any]:
         )
     try:
         # OmegaConf's YAML, as everywhere in the configuration: it reads 55e9 as a number and leaves dates text
-        values: Any = OmegaConf.to_container(OmegaConf.create(text))
-    except YAMLError as error:
-        raise ProfileError(f"{name_or_path}: not YAML: {' '.join(str(error).split())}") from None
+        values: Any = OmegaConf.to_container(OmegaConf.load(StringIO(text)))
+    except (YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:
+        # OSError is OmegaConf's word for a text that holds a single value, recursion that of an alias within itself
+        raise ProfileError(f"{name_or_path}: not YAML that can be read: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ProfileError(f"{name_or_path}: must hold keys and values")
     return values

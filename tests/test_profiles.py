@@ -208,9 +208,10 @@ def test_missing_keys_and_files(tmp_path):
     own.write_bytes(b"name: \xff")
     with pytest.raises(ProfileError, match="cannot be read: not a text in UTF-8"):
         load_profile(own)
-    own.write_text("name: [")
-    with pytest.raises(ProfileError, match="not YAML"):
-        load_profile(own)
+    for text in ("name: [", "5", "a: &x\n  b: *x\n", "a: !!set {x}", "a: 1\na: 2"):
+        own.write_text(text)
+        with pytest.raises(ProfileError, match="own.yaml: not YAML that can be read: "):
+            load_profile(own)
     own.write_text(
         "\n".join(f"{key}: {value}" for key, value in MINIMAL.items()) + "\nh2d_pageable_bytes_per_s: 15e9\n"
     )

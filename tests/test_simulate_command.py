@@ -155,6 +155,7 @@ def refused(*arguments):
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
+        ("hardware.path=5", ["hardware.path is 5", "path of a .yaml file"]),
         ("cache.slots_per_layer=0", ["slots_per_layer is 0", "1 to 16"]),
         ("cache.slots_per_layer=17", ["slots_per_layer is 17", "1 to 16"]),
         ("cache.slot_per_layer=8", ["cache.slot_per_layer", "did you mean slots_per_layer?"]),
