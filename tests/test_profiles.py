@@ -210,7 +210,7 @@ def test_missing_keys_and_files(tmp_path):
         load_profile(own)
     for text in ("name: [", "5", "a: &x\n  b: *x\n", "a: !!set {x}", "a: 1\na: 2"):
         own.write_text(text)
-        with pytest.raises(ProfileError, match="own.yaml: not YAML that can be read: "):
+        with pytest.raises(ProfileError, match=r"own\.yaml: not YAML that can be read: "):
             load_profile(own)
     own.write_text(
         "\n".join(f"{key}: {value}" for key, value in MINIMAL.items()) + "\nh2d_pageable_bytes_per_s: 15e9\n"
