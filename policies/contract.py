@@ -29,6 +29,18 @@ class Estimates(NamedTuple):
     cpu_b1_ns: int
 
 
+class StepSignals(NamedTuple):
+    """What some policies read beyond a Step's routing. S = min(32, E); widths are 0 where the trace lacks the table."""
+
+    token_ids: NDArray[np.int64]  # [T] input tokens
+    positions: NDArray[np.int64]  # [T]
+    score_ids: NDArray[np.int64]  # [T, S] best by biased score, the k chosen always among them
+    scores: NDArray[np.float64]  # [T, S] unbiased sigmoid
+    input_norm: NDArray[np.float64]  # [T] of the router input
+    sketch: NDArray[np.float64]  # [T, 16] of the input embedding
+    ahead_ids: NDArray[np.int64]  # [3, T, 16] top experts by the next layers' gates; -1 where there is no such layer
+
+
 class Step(NamedTuple):
     """What exists at the gate of one layer of one forward; nothing of the future, and arrays are read-only.
 
@@ -46,6 +58,7 @@ class Step(NamedTuple):
     request: NDArray[np.int64]  # [T]
     block: NDArray[np.int64]  # [T]
     iteration: NDArray[np.int64]  # [T]
+    signals: StepSignals | None = None  # only for a policy that reads them: each array costs time at every gate
 
 
 class View(NamedTuple):

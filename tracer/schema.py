@@ -185,3 +185,26 @@ class Pass:
     def token_requests(self, values: NDArray[Any]) -> NDArray[Any]:
         """Spread one value for each request, [R], over the tokens, [T]."""
         return np.repeat(values, self.num_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What policies may learn beforehand, from requests that are not evaluated.
+
+    Everything but `prefill_load` is over decode forwards. N requests, M expert maps, V tokens; S as in Signals, or K
+    where the passes had no signals. A map is what the gates of all layers made of one token in one forward.
+    """
+
+    name: str  # where it is from
+    num_requests: int
+    num_activated: int  # activated experts, summed over forwards and layers
+    load: NDArray[np.int64]  # [L, E] tokens routed
+    prefill_load: NDArray[np.int64]  # [L, E]
+    importance: NDArray[np.float64]  # [L, E] sum of gate times norm of the router input, 1 where that is unknown
+    request_loads: NDArray[np.int64]  # [N, L, E] tokens routed of some of the requests, each by itself
+    map_ids: NDArray[np.int64]  # [M, L, S]
+    map_scores: NDArray[np.float64]  # [M, L, S] unbiased sigmoid; gates where the passes had no signals
+    map_sketches: NDArray[np.float64]  # [M, 16] of the token's input embedding, NaN where unknown
+    token_ids: NDArray[np.int64]  # [V] ascending
+    token_experts: NDArray[np.int64]  # [V, L, W] the most frequent experts of each input token, -1 behind the last
+    token_shares: NDArray[np.float64]  # [V, L, W] of the token's occurrences; 0 behind the last
