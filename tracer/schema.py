@@ -208,3 +208,4 @@ class Calibration:
     token_ids: NDArray[np.int64]  # [V] ascending
     token_experts: NDArray[np.int64]  # [V, L, W] the most frequent experts of each input token, -1 behind the last
     token_shares: NDArray[np.float64]  # [V, L, W] of the token's occurrences; 0 behind the last
+    checkpoint_hash: str = ""  # of the model, as in a trace's details; empty where unknown

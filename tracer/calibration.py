@@ -1,0 +1,365 @@
+"""What policies learn beforehand from requests that are not evaluated, and the small file that it ships in."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracer.schema import SKETCH_SIZE, Calibration, ModelShape, Pass, TraceError
+
+MAX_REQUEST_LOADS = 120  # MoE-Infinity, section 5.2: the best number of stored request matrices
+MAX_MAPS = 1000  # MoE-Infinity's code and FineMoE keep about as many
+MAX_TOKENS = 1000
+TOKEN_WIDTH = 16  # experts of a token in one layer
+MIN_OCCURRENCES = 4  # of a token in decode forwards, before it gets a row
+_FORMAT = 1
+_LEVELS = 255  # of scores and shares in a file
+_MAX_LOOSE_KEYS = 1 << 21
+
+
+class _Maps(NamedTuple):
+    """Expert maps of t tokens, with the hashes that decide which of them stay."""
+
+    hashes: NDArray[np.uint64]  # [t]
+    ids: NDArray[np.int64]  # [L, t, S]
+    scores: NDArray[np.float64]  # [L, t, S]
+    sketches: NDArray[np.float64]  # [t, 16]
+
+
+class Calibrator:
+    """Adds up passes, and keeps what `Calibration` holds of them; memory grows with requests, not with forwards.
+
+    Requests must be numbered alike in all calibrators that are merged. The result does not depend on how requests
+    were spread over them, but for the last bits of `importance`. A pass counts as prefill if it is so for all of its
+    requests; everything else is a decode forward.
+
+    Args:
+        shape: of the traced model.
+        name: where the passes are from: a trace's `source`.
+        checkpoint_hash: of the model, as in a trace's details; empty where there is none.
+    """
+
+    def __init__(self, shape: ModelShape, name: str, checkpoint_hash: str = "") -> None:
+        self.shape = shape
+        self.name = name
+        self.checkpoint_hash = checkpoint_hash
+        size = (shape.num_layers, shape.num_experts)
+        self._layers = np.arange(shape.num_layers)[:, None, None]
+        self._num_activated = 0
+        self._prefill_load = np.zeros(size, np.int64)
+        self._importance = np.zeros(size)
+        self._request_loads: dict[int, NDArray[np.int64]] = {}
+        self._has_signals: bool | None = None
+        self._maps: list[_Maps] = []
+        self._num_maps = 0
+        self._bound = np.uint64(np.iinfo(np.uint64).max)  # of the hashes that can still be among the smallest
+        # Routed tokens by token id, layer and expert in one key; loose keys are counted when they are many.
+        self._keys = np.empty(0, np.int64)
+        self._counts = np.empty(0, np.int64)
+        self._loose: list[NDArray[np.int64]] = []
+        self._num_loose = 0
+
+    def add(self, pass_: Pass) -> None:
+        """Take a pass; nothing of it is kept by reference.
+
+        Raises:
+            TraceError: the passes before had signals and this one has none, or the other way round.
+        """
+        cells = self._layers * self.shape.num_experts + pass_.expert_ids  # [L, T, K]
+        if pass_.is_prefill:
+            self._prefill_load += self._count(cells)
+            return
+        signals = pass_.signals
+        if self._has_signals not in (None, signals is not None):
+            raise TraceError(f"{self.name}: pass {pass_.pass_id}: signals must be in all decode forwards or in none")
+        self._has_signals = signals is not None
+        load = np.zeros_like(self._prefill_load)
+        ends = np.cumsum(pass_.num_tokens)
+        for request, start, end in zip(pass_.requests.tolist(), ends - pass_.num_tokens, ends, strict=True):
+            routed = self._count(cells[:, start:end])
+            load += routed
+            self._request_loads[request] = self._request_loads.get(request, 0) + routed
+        self._num_activated += int(np.count_nonzero(load))
+        weights = pass_.gates if signals is None else pass_.gates * signals.input_norm[:, :, None]
+        self._importance += self._count(cells, weights)
+        self._add_loose((pass_.token_ids_in[:, None] * load.size + cells).ravel())
+        self._add_maps(pass_)
+
+    def merge(self, other: Calibrator) -> None:
+        """Take all that another calibrator added up.
+
+        Raises:
+            TraceError: it is of another model, saw one of these requests as well, or differs in having signals.
+        """
+        if (other.shape, other.name, other.checkpoint_hash) != (self.shape, self.name, self.checkpoint_hash):
+            raise TraceError(f"{self.name}: calibration of another model, {other.name}, cannot be added")
+        if both := self._request_loads.keys() & other._request_loads.keys():
+            raise TraceError(f"{self.name}: request {min(both)} is in both parts; must be in one")
+        if None not in (self._has_signals, other._has_signals) and self._has_signals != other._has_signals:
+            raise TraceError(f"{self.name}: signals must be in all parts or in none")
+        self._has_signals = other._has_signals if self._has_signals is None else self._has_signals
+        self._num_activated += other._num_activated
+        self._prefill_load += other._prefill_load
+        self._importance += other._importance
+        self._request_loads |= other._request_loads
+        self._maps += other._maps
+        self._num_maps += other._num_maps
+        self._keep_smallest()
+        self._count_loose()
+        other._count_loose()
+        self._keys, self._counts = _summed(
+            np.concatenate([self._keys, other._keys]), np.concatenate([self._counts, other._counts])
+        )
+
+    def finish(self) -> Calibration:
+        """What was learned so far; more can be added afterwards.
+
+        Raises:
+            TraceError: there was no decode forward.
+        """
+        if not self._request_loads:
+            raise TraceError(f"{self.name}: no decode forward to calibrate from; needs one or more")
+        requests = sorted(self._request_loads)
+        num_kept = min(len(requests), MAX_REQUEST_LOADS)
+        kept = [requests[i * len(requests) // num_kept] for i in range(num_kept)]
+        self._keep_smallest()
+        maps = self._maps[0]
+        token_ids, token_experts, token_shares = self._token_table()
+        return Calibration(
+            name=self.name,
+            checkpoint_hash=self.checkpoint_hash,
+            num_requests=len(requests),
+            num_activated=self._num_activated,
+            load=np.sum(list(self._request_loads.values()), axis=0),
+            prefill_load=self._prefill_load.copy(),
+            importance=self._importance.copy(),
+            request_loads=np.stack([self._request_loads[request] for request in kept]),
+            map_ids=maps.ids.transpose(1, 0, 2).copy(),
+            map_scores=maps.scores.transpose(1, 0, 2).copy(),
+            map_sketches=maps.sketches.copy(),
+            token_ids=token_ids,
+            token_experts=token_experts,
+            token_shares=token_shares,
+        )
+
+    def _count(self, cells: NDArray[np.int64], weights: NDArray[np.float64] | None = None) -> NDArray[Any]:
+        """How often each layer's experts occur, [L, E], or the sum of their weights."""
+        size = self._prefill_load.shape
+        found = np.bincount(cells.ravel(), None if weights is None else weights.ravel(), size[0] * size[1])
+        return found.reshape(size)
+
+    def _add_maps(self, pass_: Pass) -> None:
+        spread = pass_.token_requests
+        hashes = _hashes(spread(pass_.requests), spread(pass_.blocks), spread(pass_.iterations), pass_.positions)
+        chosen = np.flatnonzero(hashes < self._bound)
+        if not chosen.size:
+            return
+        signals = pass_.signals
+        ids, scores = (pass_.expert_ids, pass_.gates) if signals is None else (signals.score_ids, signals.scores)
+        sketches = np.full((chosen.size, SKETCH_SIZE), np.nan) if signals is None else signals.sketch[chosen]
+        self._maps.append(_Maps(hashes[chosen], ids[:, chosen], scores[:, chosen], sketches))
+        self._num_maps += chosen.size
+        if self._num_maps > 2 * MAX_MAPS:
+            self._keep_smallest()
+
+    def _keep_smallest(self) -> None:
+        """Join the maps, in the order of their hashes, and drop those beyond the limit."""
+        if not self._maps:
+            return
+        hashes = np.concatenate([maps.hashes for maps in self._maps])
+        order = np.argsort(hashes, kind="stable")[:MAX_MAPS]
+        joined = _Maps(
+            hashes[order],
+            np.concatenate([maps.ids for maps in self._maps], axis=1)[:, order],
+            np.concatenate([maps.scores for maps in self._maps], axis=1)[:, order],
+            np.concatenate([maps.sketches for maps in self._maps])[order],
+        )
+        self._maps, self._num_maps = [joined], order.size
+        if order.size == MAX_MAPS:
+            self._bound = joined.hashes[-1]
+
+    def _add_loose(self, keys: NDArray[np.int64]) -> None:
+        self._loose.append(keys)
+        self._num_loose += keys.size
+        if self._num_loose > _MAX_LOOSE_KEYS:
+            self._count_loose()
+
+    def _count_loose(self) -> None:
+        keys, counts = np.unique(np.concatenate([np.empty(0, np.int64), *self._loose]), return_counts=True)
+        if self._keys.size:
+            keys, counts = _summed(np.concatenate([self._keys, keys]), np.concatenate([self._counts, counts]))
+        self._keys, self._counts, self._loose, self._num_loose = keys, counts, [], 0
+
+    def _token_table(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """Tokens, most frequent first up to the limit, then ascending; their experts and shares by layer."""
+        self._count_loose()
+        num_layers, num_experts = self._prefill_load.shape
+        tokens, places = np.unique(self._keys // (num_layers * num_experts), return_inverse=True)
+        # Every occurrence routes to top_k experts in each layer.
+        occurrences = np.bincount(places, self._counts) / (num_layers * self.shape.top_k)
+        frequent = np.argsort(-occurrences, kind="stable")[:MAX_TOKENS]
+        kept = np.zeros(tokens.size, bool)
+        kept[frequent[occurrences[frequent] >= MIN_OCCURRENCES]] = True
+        rows = kept[places]
+        row_of = np.cumsum(kept) - 1  # of each token, in the table
+        counts = self._counts[rows]
+        groups = row_of[places[rows]] * num_layers + self._keys[rows] // num_experts % num_layers
+        order = np.lexsort((-counts, groups))  # stable: of equal counts the lower expert comes first
+        groups, counts, experts = groups[order], counts[order], self._keys[rows][order] % num_experts
+        ranks = np.arange(groups.size) - np.searchsorted(groups, groups)
+        width = min(TOKEN_WIDTH, num_experts)
+        first = ranks < width
+        num_kept = int(kept.sum())
+        token_experts = np.full((num_kept * num_layers, width), -1)
+        token_shares = np.zeros(token_experts.shape)
+        cell = groups[first], ranks[first]
+        token_experts[cell] = experts[first]
+        token_shares[cell] = counts[first] / occurrences[kept][groups[first] // num_layers]
+        size = (num_kept, num_layers, width)
+        return tokens[kept], token_experts.reshape(size), token_shares.reshape(size)
+
+
+def _summed(keys: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Each key once, ascending, with the sum of its counts."""
+    unique, places = np.unique(keys, return_inverse=True)
+    sums = np.zeros(unique.size, np.int64)
+    np.add.at(sums, places, counts)
+    return unique, sums
+
+
+def _hashes(*values: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """One hash for each row of whole numbers, the same on every machine.
+
+    Source: the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+    """
+    mixed = np.zeros(values[0].shape, np.uint64)
+    for value in values:
+        mixed = mixed + value.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed = mixed ^ (mixed >> np.uint64(31))
+    return mixed
+
+
+def save(path: Path | str, calibration: Calibration) -> None:
+    """Write a calibration as one compressed npz, in place of what the path holds; equal ones give equal bytes.
+
+    Scores and shares are rounded to 255ths (a share to no less than one), sketches to float32, and `importance` to
+    float32; a calibration that was loaded is written without loss.
+    """
+    num_experts = calibration.load.shape[1]
+    id_type = np.min_scalar_type(num_experts - 1)
+    shares = np.where(calibration.token_experts < 0, 0, np.maximum(1, np.rint(calibration.token_shares * _LEVELS)))
+    counts = {
+        name: values.astype(np.min_scalar_type(int(values.max(initial=0))))
+        for name in ("load", "prefill_load", "request_loads", "token_ids")
+        for values in [getattr(calibration, name)]
+    }
+    arrays = {
+        "format": np.int64(_FORMAT),
+        "name": np.str_(calibration.name),
+        "checkpoint_hash": np.str_(calibration.checkpoint_hash),
+        "num_requests": np.int64(calibration.num_requests),
+        "num_activated": np.int64(calibration.num_activated),
+        **counts,
+        "importance": calibration.importance.astype(np.float32),
+        "map_ids": calibration.map_ids.astype(id_type),
+        "map_scores": np.rint(calibration.map_scores * _LEVELS).astype(np.uint8),
+        "map_sketches": calibration.map_sketches.astype(np.float32),
+        "token_experts": np.where(shares == 0, 0, calibration.token_experts).astype(id_type),
+        "token_shares": shares.astype(np.uint8),
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    try:
+        with partial.open("xb") as file:
+            np.savez_compressed(file, allow_pickle=False, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(path: Path | str) -> Calibration:
+    """Read what `save` wrote.
+
+    Raises:
+        TraceError: the file is missing or damaged, of another format, or its arrays do not fit each other.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise TraceError(f"{path}: cannot be read as a calibration: {str(error).splitlines()[0]}") from None
+    _check(path, arrays)
+    shares = arrays["token_shares"] / _LEVELS
+    return Calibration(
+        name=str(arrays["name"]),
+        checkpoint_hash=str(arrays["checkpoint_hash"]),
+        num_requests=int(arrays["num_requests"]),
+        num_activated=int(arrays["num_activated"]),
+        load=arrays["load"].astype(np.int64),
+        prefill_load=arrays["prefill_load"].astype(np.int64),
+        importance=arrays["importance"].astype(np.float64),
+        request_loads=arrays["request_loads"].astype(np.int64),
+        map_ids=arrays["map_ids"].astype(np.int64),
+        map_scores=arrays["map_scores"] / _LEVELS,
+        map_sketches=arrays["map_sketches"].astype(np.float64),
+        token_ids=arrays["token_ids"].astype(np.int64),
+        token_experts=np.where(shares == 0, -1, arrays["token_experts"].astype(np.int64)),
+        token_shares=shares,
+    )
+
+
+_SHAPES = {
+    "format": "",
+    "name": "",
+    "checkpoint_hash": "",
+    "num_requests": "",
+    "num_activated": "",
+    "load": "LE",
+    "prefill_load": "LE",
+    "importance": "LE",
+    "request_loads": "NLE",
+    "map_ids": "MLS",
+    "map_scores": "MLS",
+    "map_sketches": "MD",
+    "token_ids": "V",
+    "token_experts": "VLW",
+    "token_shares": "VLW",
+}  # a letter is a size, the same in all arrays
+_KINDS = {"name": "U", "checkpoint_hash": "U", "importance": "f", "map_sketches": "f"}  # all others are whole numbers
+
+
+def _check(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
+    """Refuse what a calibration cannot hold."""
+    if missing := [name for name in _SHAPES if name not in arrays]:
+        raise TraceError(f"{path}: no array {missing[0]}; a calibration has {', '.join(_SHAPES)}")
+    sizes = {"D": SKETCH_SIZE}
+    for name, letters in _SHAPES.items():
+        found = arrays[name]
+        kinds = _KINDS.get(name, "iu")
+        if found.dtype.kind not in kinds or found.ndim != len(letters):
+            raise TraceError(
+                f"{path}: {name} is {found.dtype} {list(found.shape)}, must be of kind {kinds} [{letters}]"
+            )
+        for letter, size in zip(letters, found.shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise TraceError(
+                    f"{path}: {name} has shape {list(found.shape)}, [{letters}] with {letter} {sizes[letter]}"
+                )
+    if arrays["format"] != _FORMAT:
+        raise TraceError(f"{path}: calibration format {arrays['format']}: this version reads format {_FORMAT}")
+    for name in ("map_ids", "token_experts"):
+        if arrays[name].max(initial=0) >= sizes["E"] or arrays[name].min(initial=0) < 0:
+            raise TraceError(f"{path}: {name} holds an expert beyond 0 to {sizes['E'] - 1}")
