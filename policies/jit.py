@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
+from numba.core.caching import FunctionCache
 
 Function = TypeVar("Function")
 
 # compiled code holds values of the schema's enums as constants
 _SOURCES = ("policies/**/*.py", "simulator/**/*.py", "tracer/schema.py")
+
+# what reading a damaged pickle can raise
+_DAMAGE = (
+    pickle.UnpicklingError,
+    EOFError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    ValueError,
+    TypeError,
+    ArithmeticError,
+    MemoryError,
+)
 
 
 @cache
@@ -27,31 +43,71 @@ def source_hash(*patterns: str) -> str:
     return digest.hexdigest()
 
 
-def cache_dir() -> Path:
-    """Directory of compiled code: one for each state of the sources that it is made from.
+def cache_dir() -> Path | None:
+    """Directory of compiled code: one for each state of the sources that it is made from; None without a home.
 
     numba's own cache looks only at the file of the function itself: a function that calls a helper in another
-    file keeps the helper's old code. With the directory named by all sources, no stale code can be found.
+    file keeps the helper's old code. Code is looked for in this directory, named by all sources, or nowhere.
     `OLEDSIM_CACHE_DIR` moves it; the default is the user's cache directory.
     """
     made_of = f"{source_hash(*_SOURCES)} {numba.__version__} {np.__version__}"
-    base = (
-        os.environ.get("OLEDSIM_CACHE_DIR")
-        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oledsim"
-    )
-    return Path(base) / f"numba-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
+    name = f"numba-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
+    if own := os.environ.get("OLEDSIM_CACHE_DIR"):
+        return Path(own).absolute() / name
+    try:
+        users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user whom the system does not know
+        return None
+    return users.absolute() / "oledsim" / name
+
+
+class _Cache(FunctionCache):
+    """numba's cache in the one directory that it is given, which no damage and no full disk makes fail."""
+
+    class _impl_class(FunctionCache._impl_class):  # noqa: N801  # numba's name
+        _locator_classes = FunctionCache._impl_class._locator_classes[:1]  # that of `numba.config.CACHE_DIR`
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Compiled code for these types; None, so that it is made, where there is none that can be read."""
+        try:
+            return super().load_overload(sig, target_context)
+        except _DAMAGE:
+            with suppress(OSError):
+                self.flush()
+        except OSError:
+            pass
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep compiled code if there is room for it."""
+        with suppress(OSError):
+            super().save_overload(sig, data)
+
+
+def _cache_of(function: Any) -> _Cache | None:
+    """The function's part of the cache; None where the directory cannot be written.
+
+    numba reads its cache setting when it makes a cache, so it is set for that moment only: other users of numba in
+    the process keep theirs.
+    """
+    directory = cache_dir()
+    if directory is None:
+        return None
+    before = numba.config.CACHE_DIR  # type: ignore[attr-defined]
+    numba.config.CACHE_DIR = str(directory)  # type: ignore[attr-defined]
+    try:
+        made = _Cache(function)
+    except RuntimeError:  # numba's word for a directory that cannot be written
+        return None
+    finally:
+        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+    return made if Path(made.cache_path).is_relative_to(directory) else None  # numba's environment has the last word
 
 
 def jit(function: Function) -> Function:
-    """Compile a function of the numba subset on first call, from cache where it was compiled before.
-
-    numba reads its cache setting when it decorates, so it is set for that moment only: other users of numba in
-    the process keep theirs.
-    """
-    before = numba.config.CACHE_DIR  # type: ignore[attr-defined]
-    numba.config.CACHE_DIR = str(cache_dir())  # type: ignore[attr-defined]
-    try:
-        compiled: Any = numba.njit(cache=True)(cast(Any, function))
-    finally:
-        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+    """Compile a function of the numba subset on first call, from cache where it was compiled before."""
+    compiled: Any = numba.njit(cast(Any, function))
+    found = _cache_of(function)
+    if found is not None:
+        compiled._cache = found  # what cache=True sets, to a cache that looks elsewhere too
     return compiled

@@ -1,9 +1,12 @@
 """Compiled code is found again by another process, and never after its sources have changed."""
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import policies
 from policies.jit import cache_dir
@@ -12,45 +15,61 @@ from policies.jit import cache_dir
 PROGRAM = """
 import numpy as np
 from policies.dispatch import by_priority
-from policies.jit import cache_dir
+from policies.jit import source_hash
 ids = by_priority(np.array([True, False, True]), np.zeros(3)).tolist()
-print(ids, sum(by_priority.stats.cache_hits.values()), sum(by_priority.stats.cache_misses.values()), cache_dir().name)
+stats = by_priority.stats
+print(ids, sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), stats.cache_path)
 """
 
 
-def ran(root):
-    """Ids, compilations that were found and that were made, and the name of the cache."""
-    environment = {"PYTHONPATH": str(root), "OLEDSIM_CACHE_DIR": str(root / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+def ran(root, setup="", **environment):
+    """Ids, compilations that were found and that were made, and the place of the cache."""
+    environment = {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", **environment}
     finished = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=root, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", setup + PROGRAM], cwd=root, env=environment, capture_output=True, text=True, check=False
     )
     assert finished.returncode == 0, finished.stderr
-    *ids, found, made, name = finished.stdout.rsplit(maxsplit=3)
-    return ids[0], int(found), int(made), name
+    *ids, found, made, path = finished.stdout.rsplit(maxsplit=3)
+    return ids[0], int(found), int(made), path
 
 
-def test_machine_code_is_that_of_the_sources(tmp_path):
-    root = Path(policies.__file__).parent.parent
-    shutil.copytree(root / "policies", tmp_path / "policies", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "tracer").mkdir()
-    for name in ("__init__.py", "schema.py"):
-        shutil.copy(root / "tracer" / name, tmp_path / "tracer")
-
-    first = ran(tmp_path)
-    assert first[:3] == ("[0, 2]", 0, 1)
-    assert ran(tmp_path) == ("[0, 2]", 1, 0, first[3])
-
-    helper = tmp_path / "policies" / "retention.py"
+def change_helper(root):
+    helper = root / "policies" / "retention.py"
     source = helper.read_text()
     assert source.count("if mask[index]:") == 2
     helper.write_text(source.replace("if mask[index]:", "if not mask[index]:"))
-    second = ran(tmp_path)
+
+
+def files_in(*directories):
+    return {path for directory in directories for path in directory.rglob("*")}
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A copy of what is compiled."""
+    root = Path(policies.__file__).parent.parent
+    copy = tmp_path / "sources"
+    shutil.copytree(root / "policies", copy / "policies", ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "tracer").mkdir()
+    for name in ("__init__.py", "schema.py"):
+        shutil.copy(root / "tracer" / name, copy / "tracer")
+    return copy
+
+
+def test_machine_code_is_that_of_the_sources(sources, tmp_path):
+    place = {"OLEDSIM_CACHE_DIR": str(tmp_path / "cache")}
+    first = ran(sources, **place)
+    assert first[:3] == ("[0, 2]", 0, 1)
+    assert ran(sources, **place) == ("[0, 2]", 1, 0, first[3])
+
+    change_helper(sources)
+    second = ran(sources, **place)
     assert second[:3] == ("[1]", 0, 1)
 
     # values of enums are constants in compiled code
-    schema = tmp_path / "tracer" / "schema.py"
+    schema = sources / "tracer" / "schema.py"
     schema.write_text(schema.read_text().replace("DENOISE = 1", "DENOISE = 7"))
-    third = ran(tmp_path)
+    third = ran(sources, **place)
     assert third[:3] == ("[1]", 0, 1)
     assert len({first[3], second[3], third[3]}) == 3
 
@@ -59,3 +78,71 @@ def test_a_cache_can_be_moved(monkeypatch, tmp_path):
     name = cache_dir().name
     monkeypatch.setenv("OLEDSIM_CACHE_DIR", str(tmp_path))
     assert cache_dir() == tmp_path / name
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OLEDSIM_CACHE_DIR", "here")
+    assert cache_dir() == tmp_path / "here" / name  # wherever the process goes later
+
+
+def test_a_cache_has_no_place_without_a_home(monkeypatch):
+    for name in ("OLEDSIM_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without an entry
+    assert cache_dir() is None
+
+
+@pytest.mark.parametrize("place", ["OLEDSIM_CACHE_DIR", "HOME"])
+def test_where_no_cache_can_be_written_nothing_is_kept(sources, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    (sources / "policies" / "__pycache__").mkdir()  # where numba would go next
+    before = files_in(sources)
+    environment = {place: str(tmp_path / "file")}
+    assert ran(sources, **environment) == ("[0, 2]", 0, 1, "None")
+    change_helper(sources)
+    assert ran(sources, **environment) == ("[1]", 0, 1, "None")
+    assert files_in(sources) == before
+
+
+def test_nothing_need_be_writable(sources, tmp_path):
+    # as on a read-only file system; permissions alone do not bind root
+    setup = "import tempfile\ndef refuse(*a, **k): raise PermissionError\ntempfile.TemporaryFile = refuse\n"
+    assert ran(sources, setup, HOME=str(tmp_path / "home")) == ("[0, 2]", 0, 1, "None")
+
+
+def test_a_cache_that_numba_would_choose_is_not_used(sources, tmp_path):
+    environment = {
+        "OLEDSIM_CACHE_DIR": str(tmp_path / "cache"),
+        "NUMBA_CACHE_LOCATOR_CLASSES": "InTreeCacheLocator",
+        "NUMBA_CACHE_DIR": str(tmp_path / "other"),
+    }
+    ran(sources, **environment)
+    change_helper(sources)
+    assert ran(sources, **environment)[0] == "[1]"
+    assert not list(sources.rglob("*.nbi"))
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [
+        (".nbi", lambda data: b""),
+        (".nbi", lambda data: b"\xff" * len(data)),
+        (".nbc", lambda data: data[: len(data) // 2]),
+    ],
+    ids=["empty", "other", "cut"],
+)
+def test_damaged_machine_code_is_made_again(sources, tmp_path, suffix, damage):
+    place = {"OLEDSIM_CACHE_DIR": str(tmp_path / "cache")}
+    ran(sources, **place)
+    files = list((tmp_path / "cache").rglob(f"*{suffix}"))
+    assert files
+    for path in files:
+        path.write_bytes(damage(path.read_bytes()))
+    assert ran(sources, **place)[:3] == ("[0, 2]", 0, 1)
+    assert ran(sources, **place)[:3] == ("[0, 2]", 1, 0)
+
+
+def test_a_full_disk_stops_no_run(sources, tmp_path):
+    setup = "import os\ndef refuse(*a): raise OSError(28, 'No space left on device')\nos.replace = refuse\n"
+    place = {"OLEDSIM_CACHE_DIR": str(tmp_path / "cache")}
+    assert ran(sources, setup, **place)[:3] == ("[0, 2]", 0, 1)
+    assert ran(sources, **place)[:3] == ("[0, 2]", 0, 1)
