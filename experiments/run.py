@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,16 @@ import polars as pl
 from tqdm import tqdm
 
 from experiments import metrics
+from experiments.calibration import context_of
 from experiments.files import RunFiles
 from experiments.manifest import manifest
 from experiments.profiles import changes_of, load_profile, load_shape
 from experiments.results import ForwardTable
-from policies.contract import Context, Policy, PolicyError
+from policies.contract import Policy, PolicyError
 from policies.profile import Costs, HardwareProfile, estimates_of
 from policies.registry import build_policy
 from simulator.des import simulate as simulate_events
-from tracer.schema import WEIGHT_BITS, ModelShape, Pass, TraceError
+from tracer.schema import WEIGHT_BITS, ModelShape, TraceError
 from tracer.shipped import find_trace
 from tracer.store import TraceReader
 
@@ -59,21 +60,6 @@ class Result:
     summary: dict[str, Any]
     forwards: pl.DataFrame
     manifest: dict[str, Any]
-
-
-class FirstRequests:
-    """The passes of a trace's first requests: the calibration split, disjoint from what is evaluated."""
-
-    def __init__(self, passes: Iterable[Pass], num_requests: int) -> None:
-        self._passes, self._num_requests = passes, num_requests
-
-    def __iter__(self) -> Iterator[Pass]:
-        seen: set[int] = set()
-        for pass_ in self._passes:
-            seen.update(pass_.requests.tolist())
-            if len(seen) > self._num_requests:
-                return
-            yield pass_
 
 
 def simulate(
@@ -122,13 +108,12 @@ def simulate(
     _check_sizes(slots_per_layer, traced, warmup_requests, reader, expert_dtype)
     expert_bytes = charged.expert_bytes(expert_dtype)
     costs = profile.costs(charged, expert_bytes, policy)
-    calibration_name = f"first {warmup_requests} of {reader.num_requests} requests of the trace"
-    calibration = FirstRequests(reader, warmup_requests)
-    context = Context(shape=traced, passes=reader, calibration=calibration, seed=seed)
+    context, calibration_name = context_of(reader, warmup_requests, seed)
     built = build_policy(policy, dict(knobs or {}), context)
     staging = 2 * costs.transfer_chunk if staging_slots is None else staging_slots
     slots = slots_per_layer * traced.num_layers
-    chunks = simulate_events(reader, built, traced, slots, costs, estimates_of(costs), staging_slots=staging)
+    passes = reader.passes(signals=built.reads_signals and reader.has_signals)
+    chunks = simulate_events(passes, built, traced, slots, costs, estimates_of(costs), staging_slots=staging)
     table = ForwardTable(
         traced.num_layers, traced.num_experts, warmup_requests, costs.policy_ns, built.pool == "global"
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from policies.jit import jit
-from tracer.schema import ModelShape, Pass
+from tracer.schema import Calibration, ModelShape, Pass
 
 
 class PlanError(ValueError):
@@ -116,6 +117,7 @@ class Policy:
         boundary: (params, state, end, view) -> (capacity, evictions [L, E] bool), after each forward's last layer.
         place: (params, state, step) -> residents [E] bool of the step's layer, free of charge; for bounds only.
         reads_estimates: decisions depend on `view.estimates`, so that they hold for one profile only.
+        reads_signals: decisions depend on `step.signals`, which other policies are not given.
         clairvoyant: was built from the trace that it is run on.
         warnings: what the person who reads the results should know about this policy on this trace.
     """
@@ -129,6 +131,7 @@ class Policy:
     pool: str = "layer"
     misses: str = "h2d"
     reads_estimates: bool = False
+    reads_signals: bool = False
     clairvoyant: bool = False
     sized: bool = True  # False: ignores the cache size (full, ondemand)
     variant: str = ""  # knobs that differ from their defaults, as key=value
@@ -137,9 +140,33 @@ class Policy:
 
 @dataclass(frozen=True)
 class Context:
-    """What a policy may be built from, beyond its knobs."""
+    """What a policy may be built from, beyond its knobs.
+
+    Args:
+        passes: the trace of the run, for clairvoyant policies alone; can be iterated repeatedly.
+        calibrate: makes the record of requests that are not evaluated; called once, and only for a policy that asks.
+        calibration_passes: of the same requests, where they are at hand; can be iterated repeatedly.
+        has_signals: the trace of the run has the table `signals`.
+        policy: name of the policy that is being built.
+    """
 
     shape: ModelShape
-    passes: Iterable[Pass] = ()  # the trace of the run, for clairvoyant policies alone; can be iterated repeatedly
-    calibration: Iterable[Pass] = ()  # passes disjoint from the evaluated requests
+    passes: Iterable[Pass] = ()
+    calibrate: Callable[[], Calibration] | None = None
+    calibration_passes: Iterable[Pass] = ()
+    has_signals: bool = False
     seed: int = 0
+    policy: str = "the policy"
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """What the policy may learn beforehand.
+
+        Raises:
+            PolicyError: there is nothing to learn from.
+        """
+        if self.calibrate is None:
+            raise PolicyError(
+                f"{self.policy} needs calibration, and there is none: count warm-up requests or name a record of some"
+            )
+        return self.calibrate()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, floor
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from policies.contract import PolicyError
 from policies.jit import jit
 from policies.knobs import require_choice
 from policies.retention import by_priority, ids_of
-from tracer.schema import Pass
+from tracer.schema import Calibration
 
 RHO_ROUNDS = ("half_up", "floor", "ceil")
 _FLOOR, _CEIL = RHO_ROUNDS.index("floor"), RHO_ROUNDS.index("ceil")
@@ -89,23 +88,20 @@ def dispatch_params(knobs: DispatchKnobs) -> DispatchParams:
     )
 
 
-def pooled_load(calibration: Iterable[Pass]) -> tuple[int, int]:
+def pooled_load(calibration: Calibration) -> tuple[int, int]:
     """Tokens and activated experts, each summed over the decode forwards, layers and requests of a calibration split.
 
     Raises:
         PolicyError: the split has no decode forward.
     """
-    num_tokens = num_activated = 0
-    for pass_ in calibration:
-        if not pass_.is_prefill:
-            num_tokens += pass_.expert_ids.size
-            num_activated += sum(np.unique(ids).size for ids in pass_.expert_ids)
-    if num_activated == 0:
-        raise PolicyError("calibration passes have no decode forward, so the tokens of an average expert are unknown")
-    return num_tokens, num_activated
+    if calibration.num_activated == 0:
+        raise PolicyError(
+            f"calibration {calibration.name} has no decode forward, so the tokens of an average expert are unknown"
+        )
+    return int(calibration.load.sum()), calibration.num_activated
 
 
-def tokens_per_expert(calibration: Iterable[Pass]) -> float:
+def tokens_per_expert(calibration: Calibration) -> float:
     """Tokens of an average activated expert in the decode forwards of a calibration split.
 
     Source: OLED-MoE, section 4.4.

@@ -51,7 +51,7 @@ def drive(
         TraceError: a pass is not of this shape.
     """
     residents = Residents(policy, shape, slots, estimates)
-    steps = Steps(shape)
+    steps = Steps(shape, policy.reads_signals)
     for pass_ in passes:
         forward = steps.read(pass_)
         for layer in range(shape.num_layers):

@@ -73,7 +73,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
     """The policy with these knobs.
 
     Raises:
-        PolicyError: `misses=oled` without calibration passes.
+        PolicyError: `misses=oled` without calibration.
     """
     path = miss_path(knobs.misses, context)
     return Policy(

@@ -121,7 +121,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
     """The policy with these knobs, built from the passes of the run.
 
     Raises:
-        PolicyError: there are no passes, or `misses=oled` without calibration passes.
+        PolicyError: there are no passes, or `misses=oled` without calibration.
     """
     future = read_future(context.passes, context.shape)
     if not future.next_use.size:

@@ -98,7 +98,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
     """The policy with these knobs.
 
     Raises:
-        PolicyError: `misses=oled` without calibration passes.
+        PolicyError: `misses=oled` without calibration.
     """
     path = miss_path(knobs.misses, context)
     params = Params(knobs.lfu_inc == "n_e", ORDERS.index(knobs.lru_order), path)

@@ -113,7 +113,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
     """The policy with these knobs.
 
     Raises:
-        PolicyError: `misses=oled` without calibration passes.
+        PolicyError: `misses=oled` without calibration.
     """
     params = Params(ORDERS.index(knobs.lru_order), miss_path(knobs.misses, context))
     return Policy("lru", params, init, decide, misses=knobs.misses, reads_estimates=knobs.misses == "oled")

@@ -50,7 +50,7 @@ def miss_path(misses: str, context: Context) -> MissPath:
     """The path of this name: `h2d` copies every miss, `oled` splits them as OLED-MoE with its default knobs does.
 
     Raises:
-        PolicyError: `oled` without calibration passes that say what an average expert has to do.
+        PolicyError: `oled` without calibration that says what an average expert has to do.
     """
     split = misses == "oled"
     nbar = tokens_per_expert(context.calibration) if split else 1.0

@@ -122,15 +122,18 @@ def missed_load(calibration: Iterable[Pass], shape: ModelShape, slots: int) -> t
     """Tokens and experts that `lru` misses with these slots in the decode forwards of a calibration split.
 
     Raises:
-        PolicyError: it misses nothing there, or there is nothing.
+        PolicyError: it misses nothing there, or there are no passes.
     """
-    num_tokens = num_missed = 0
+    num_tokens = num_missed = num_decisions = 0
     reference = lru.build(lru.Knobs(), Context(shape))
     for decision in drive(reference, calibration, shape, slots, Estimates(0, 0, 0)):
+        num_decisions += 1
         if decision.step.kind != ForwardKind.PREFILL:
             missed = (decision.step.load > 0) & ~decision.resident
             num_tokens += int(decision.step.load[missed].sum())
             num_missed += int(missed.sum())
+    if num_decisions == 0:
+        raise PolicyError("nbar=missed needs the passes of a calibration split, and there are none")
     if num_missed == 0:
         raise PolicyError(f"nbar=missed: lru misses nothing in the calibration passes with {slots} slots")
     return num_tokens, num_missed
@@ -140,7 +143,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
     """The policy with these knobs.
 
     Raises:
-        PolicyError: `coop` without calibration passes that decode, a reading of confidence without the trace of the
+        PolicyError: `coop` without calibration that decodes, a reading of confidence without the trace of the
             run, or `c_min` above the number of experts.
     """
     c_min = context.shape.top_k if knobs.c_min is None else knobs.c_min
@@ -184,7 +187,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
     def init(params: oled_rules.Params, shape: ModelShape, slots: int) -> Any:
         average = load
         if knobs.coop and knobs.nbar == "missed":
-            average = missed_load(context.calibration, shape, slots)
+            average = missed_load(context.calibration_passes, shape, slots)
         state, resident, capacity = oled_rules.begin(shape, slots, c_min if knobs.layer_adapt else 1, average)
         return (keeping(state, shape, knobs.end_iter_tokens) if keeps else state), resident, capacity
 

@@ -51,7 +51,7 @@ def build_policy(name: str, knobs: Mapping[str, Any] | object, context: Context)
     for key, value in vars(knobs).items():
         if isinstance(value, int) and abs(value) > LARGEST_KNOB:
             raise PolicyError(f"{key} is {value:g}, must be within {LARGEST_KNOB:g}")
-    return replace(module.build(knobs, context), variant=variant_of(knobs))
+    return replace(module.build(knobs, replace(context, policy=name)), variant=variant_of(knobs))
 
 
 def policy_module(name: str) -> ModuleType:

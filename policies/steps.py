@@ -7,8 +7,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from policies.contract import End, Step
-from tracer.schema import ModelShape, Pass, TraceError
+from policies.contract import End, Step, StepSignals
+from tracer.schema import MAX_AHEAD_DEPTH, ModelShape, Pass, Signals, TraceError
+
+
+class ForwardSignals(NamedTuple):
+    """The signals of one pass, as StepSignals are cut from them; widths are 0 where the trace lacks the table."""
+
+    token_ids: NDArray[np.int64]  # [T]
+    positions: NDArray[np.int64]  # [T]
+    score_ids: NDArray[np.int64]  # [L, T, S]
+    scores: NDArray[np.float64]  # [L, T, S]
+    input_norm: NDArray[np.float64]  # [L, T], or [L, 0]
+    sketch: NDArray[np.float64]  # [T, 16]
+    ahead_ids: NDArray[np.int64]  # [L, 3, T, 16]
 
 
 class Forward(NamedTuple):
@@ -24,6 +36,22 @@ class Forward(NamedTuple):
     request: NDArray[np.int64]  # [T]
     block: NDArray[np.int64]  # [T]
     iteration: NDArray[np.int64]  # [T]
+    signals: ForwardSignals | None  # only for a policy that reads them
+
+
+def signals_at(signals: ForwardSignals | None, layer: int) -> StepSignals | None:
+    """What the gate of one layer has of a pass's signals; in the numba subset."""
+    if signals is None:
+        return None
+    return StepSignals(
+        signals.token_ids,
+        signals.positions,
+        signals.score_ids[layer],
+        signals.scores[layer],
+        signals.input_norm[layer],
+        signals.sketch,
+        signals.ahead_ids[layer],
+    )
 
 
 def step_at(forward: Forward, layer: int) -> Step:
@@ -39,6 +67,7 @@ def step_at(forward: Forward, layer: int) -> Step:
         forward.request,
         forward.block,
         forward.iteration,
+        signals_at(forward.signals, layer),
     )
 
 
@@ -74,10 +103,15 @@ class Steps:
     Confidence of a forward exists only after its last layer, so what a gate is shown is that of the same position in
     the same request's previous forward of the same block. It is 1 where there is none: in a block's first forward
     and in prefill.
+
+    Args:
+        shape: of the passes.
+        reads_signals: the policy reads signals, so that forwards carry them.
     """
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, reads_signals: bool = False) -> None:
         self._shape = shape
+        self._reads_signals = reads_signals
         self._number = 0
         self._last: dict[int, tuple[int, NDArray[np.int64], NDArray[np.float64]]] = {}  # block, positions, confidence
 
@@ -100,6 +134,7 @@ class Steps:
             _frozen(pass_.token_requests(pass_.requests), np.int64),
             _frozen(pass_.token_requests(pass_.blocks), np.int64),
             _frozen(pass_.token_requests(pass_.iterations), np.int64),
+            _signals_of(pass_) if self._reads_signals else None,
         )
         self._number += 1
         return forward
@@ -132,6 +167,29 @@ class Steps:
                 lagged[here] = _at_positions(positions, last[1], last[2])
             self._last[request] = block, positions.copy(), own[here]
         return lagged
+
+
+def _signals_of(pass_: Pass) -> ForwardSignals:
+    num_layers, num_tokens, _ = pass_.expert_ids.shape
+    kept = pass_.signals
+    if kept is None:
+        nothing = np.empty((num_layers, num_tokens, 0))
+        kept = Signals(
+            score_ids=nothing,
+            scores=nothing,
+            input_norm=np.empty((num_layers, 0)),
+            sketch=np.empty((num_tokens, 0)),
+            ahead_ids=np.empty((num_layers, MAX_AHEAD_DEPTH, num_tokens, 0)),
+        )
+    return ForwardSignals(
+        _frozen(pass_.token_ids_in, np.int64),
+        _frozen(pass_.positions, np.int64),
+        _frozen(kept.score_ids, np.int64),
+        _frozen(kept.scores, np.float64),
+        _frozen(kept.input_norm, np.float64),
+        _frozen(kept.sketch, np.float64),
+        _frozen(kept.ahead_ids, np.int64),
+    )
 
 
 def _at_positions(

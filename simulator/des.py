@@ -107,7 +107,7 @@ class _Run:
         self._layers, self._forwards = layer_builder(), forward_builder()
 
     def log(self, passes: Iterable[Pass], chunk_forwards: int) -> Iterator[LogChunk]:
-        steps = Steps(self._shape)
+        steps = Steps(self._shape, self._policy.reads_signals)
         for pass_ in passes:
             self._run_forward(pass_, steps.read(pass_))
             if len(self._forwards) == chunk_forwards:

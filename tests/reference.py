@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.calibration import record
 from policies.contract import Context, Estimates, Policy
 from policies.driver import Decision, drive
 from policies.registry import build_policy
@@ -91,8 +92,23 @@ def built(
     calibration: Sequence[Pass] | None = None,
 ) -> Policy:
     """A policy built for this trace, which is its calibration split as well unless there is another."""
-    calibration = passes if calibration is None else calibration
-    return build_policy(name, knobs, Context(shape, passes=passes, calibration=calibration))
+    return build_policy(name, knobs, context_of(shape, passes, calibration))
+
+
+def context_of(
+    shape: ModelShape,
+    passes: Sequence[Pass],
+    calibration: Sequence[Pass] | None = None,
+) -> Context:
+    """What a policy may be built from that runs on these passes, calibrated on others or, without, on the same."""
+    split = passes if calibration is None else calibration
+    return Context(
+        shape,
+        passes=passes,
+        calibrate=lambda: record(split, shape, "tests"),
+        calibration_passes=split,
+        has_signals=bool(passes) and passes[0].signals is not None,
+    )
 
 
 def run(

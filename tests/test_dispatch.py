@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import pass_of, passes_of
+from reference import pass_of, shape_of
 from reference_oled import Split
 
+from experiments.calibration import record
 from policies.contract import Estimates, PolicyError
 from policies.dispatch import (
     DispatchKnobs,
@@ -161,13 +162,15 @@ def test_impossible_knobs_are_refused(knobs, message):
 
 
 def test_tokens_of_an_average_expert():
-    prefill = pass_of(np.array([[[0], [0], [0], [0]]]), kind=ForwardKind.PREFILL, blocks=[-1])
+    prefill = pass_of(np.array([[[0, 1], [0, 1]], [[0, 1], [0, 1]]]), kind=ForwardKind.PREFILL, blocks=[-1])
+    other = pass_of(np.array([[[0, 1]], [[0, 1]]]))
     decode = pass_of(np.array([[[0, 1], [0, 2], [0, 3]], [[4, 5], [4, 5], [4, 5]]]))
-    assert tokens_per_expert([prefill, decode]) == 12 / 6
-    assert tokens_per_expert([decode, *passes_of([{0, 1, 2}])]) == 15 / 9
+    shape = shape_of(2, 6, 2)
+    assert tokens_per_expert(record([prefill, decode], shape, "split")) == 12 / 6
+    assert tokens_per_expert(record([decode, other], shape, "split")) == 16 / 10
     for nothing in ([], [prefill]):
-        with pytest.raises(PolicyError, match="no decode forward"):
-            tokens_per_expert(nothing)
+        with pytest.raises(PolicyError, match="calibration split has no decode forward"):
+            tokens_per_expert(record(nothing, shape, "split"))
 
 
 @st.composite

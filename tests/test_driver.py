@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from reference import ESTIMATES, built, passes_of, run, shape_of
+from reference import ESTIMATES, built, context_of, passes_of, run, shape_of
 from scripted import make_costs
 from strategies import random_passes
 
@@ -271,13 +271,13 @@ def test_what_a_policy_cannot_decide_after_a_forward_is_refused_with_its_place(e
 def test_every_policy_has_the_name_it_is_registered_under():
     shape, passes = random_passes(np.random.default_rng(0))
     for name, module in POLICIES.items():
-        policy = build_policy(name, module.Knobs(), Context(shape, passes=passes, calibration=passes))
+        policy = build_policy(name, module.Knobs(), context_of(shape, passes))
         assert (policy.name, policy.variant) == (name, "")
 
 
 def test_variant_names_the_knobs_that_were_changed():
     shape, passes = random_passes(np.random.default_rng(0))
-    context = Context(shape, passes=passes, calibration=passes)
+    context = context_of(shape, passes)
     assert build_policy("lru", {"misses": "oled", "lru_order": "id"}, context).variant == "lru_order=id, misses=oled"
     assert build_policy("oled", {"coop": False}, context).variant == "coop=false"
 

@@ -2,13 +2,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import ESTIMATES, answers, built, hits_of, lru_residents, pass_of, run, sets_of, shape_of
+from reference import ESTIMATES, answers, built, context_of, hits_of, lru_residents, pass_of, run, sets_of, shape_of
 from reference_oled import PlainOled
 from strategies import change, random_passes, traces
 
 from policies.contract import Context, PolicyError
 from policies.lru import ORDERS
 from policies.oled import Knobs, build, missed_load
+from policies.registry import build_policy
 from policies.residents import Residents
 from policies.steps import Steps, end_of, step_at
 
@@ -361,13 +362,15 @@ def test_impossible_knobs_are_refused(knobs, message):
 
 def test_what_cannot_be_built_or_begun():
     shape, passes = random_passes(np.random.default_rng(1))
-    with pytest.raises(PolicyError, match="no decode forward"):
-        build(Knobs(), Context(shape))
+    with pytest.raises(PolicyError, match=r"^oled needs calibration, and there is none"):
+        build_policy("oled", {}, Context(shape))
+    with pytest.raises(PolicyError, match="nbar=missed needs the passes of a calibration split, and there are none"):
+        built("oled", {"nbar": "missed"}, shape, passes, []).init(None, shape, 12)
     assert build(Knobs(coop=False), Context(shape)).misses == "h2d"
     with pytest.raises(PolicyError, match="c_min is 17: allowed are 1 to 16"):
-        build(Knobs(c_min=17), Context(shape, calibration=passes))
+        build(Knobs(c_min=17), context_of(shape, passes))
     with pytest.raises(PolicyError, match="there are no passes"):
-        build(Knobs(conf_mode="same_iter_oracle"), Context(shape, calibration=passes))
+        build(Knobs(conf_mode="same_iter_oracle"), context_of(shape, [], passes))
     with pytest.raises(PolicyError, match="9 slots for 3 layers: layer_adapt with c_min=4 needs 12"):
         run("oled", {}, shape, passes, 3)
     assert run("oled", {"layer_adapt": False}, shape, passes, 3)

@@ -1,10 +1,11 @@
+import numba
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from reference import pass_of, shape_of
 from strategies import change, random_passes, traces
 
-from policies.steps import Steps, count_load, end_of, read_confidence, step_at
+from policies.steps import Steps, count_load, end_of, read_confidence, signals_at, step_at
 from tracer.schema import ForwardKind, TraceError
 
 UNKNOWN = np.nan
@@ -93,6 +94,49 @@ def test_equals_a_search_through_all_earlier_forwards(trace):
                     found = other.p_argmax[row] if best else other.p_current[row]
             expected.append(found)
         assert forward.confidence.tolist() == expected
+
+
+@given(traces(signals=None))
+def test_signals_are_of_the_gate_and_empty_where_the_trace_has_none(trace):
+    shape, passes = trace
+    steps = Steps(shape, reads_signals=True)
+    for pass_ in passes:
+        forward, kept = steps.read(pass_), pass_.signals
+        size = pass_.positions.size
+        for layer in range(shape.num_layers):
+            found = step_at(forward, layer).signals
+            assert (found.token_ids == pass_.token_ids_in).all()
+            assert (found.positions == pass_.positions).all()
+            if kept is None:
+                assert [found.score_ids.shape, found.scores.shape, found.sketch.shape] == [(size, 0)] * 3
+                assert found.input_norm.shape == (0,)
+                assert found.ahead_ids.shape == (3, size, 0)
+            else:
+                assert (found.sketch == kept.sketch).all()
+                for name in ("score_ids", "scores", "input_norm", "ahead_ids"):
+                    assert (getattr(found, name) == getattr(kept, name)[layer]).all()
+            for array in found:
+                assert not array.flags.writeable
+                assert array.flags.c_contiguous
+                assert array.dtype in (np.int64, np.float64)
+
+
+@given(traces(signals=True))
+@settings(max_examples=10)
+def test_a_policy_that_does_not_read_signals_is_not_given_any(trace):
+    shape, passes = trace
+    assert all(step_at(forward, 0).signals is None for forward in reading(passes, shape))
+
+
+def test_numba_cuts_steps_with_signals_and_without():
+    shape, passes = random_passes(np.random.default_rng(0), signals=True)
+    cut = numba.njit(signals_at)
+    for reads_signals in (True, False):
+        forward = Steps(shape, reads_signals).read(passes[0])
+        found, expected = cut(forward.signals, 1), signals_at(forward.signals, 1)
+        assert (found is None) == (expected is None)
+        for one, two in zip(found or (), expected or (), strict=True):
+            assert (one == two).all()
 
 
 @given(traces())
