@@ -1,7 +1,7 @@
 """Numbers from the table of forwards: one function for each metric, the same for simulated and replayed runs.
 
 Every function takes the table that `experiments.results.ForwardTable` makes, looks only at forwards that are not
-warm-up, and returns None where nothing was counted (0/0). Cache metrics look at decode forwards only: denoise, idle,
+warm-up (TTFT: at requests that are not), and returns None where nothing was counted (0/0). Cache metrics look at decode forwards only: denoise, idle,
 commit and edit. Ratios are sum over sum, not means of ratios, except where the docstring says so.
 """
 
@@ -15,6 +15,12 @@ import polars as pl
 def counted(forwards: pl.DataFrame) -> pl.DataFrame:
     """Forwards that are not warm-up."""
     return forwards.filter(~pl.col("warmup"))
+
+
+def counted_requests(forwards: pl.DataFrame) -> pl.DataFrame:
+    """One row for each forward and request that is not warm-up, those included that share it with one that is."""
+    lists = ["requests", "accepted", "request_warmup"]
+    return forwards.select("start_ns", "end_ns", *lists).explode(lists).filter(~pl.col("request_warmup"))
 
 
 def decode(forwards: pl.DataFrame) -> pl.DataFrame:
@@ -36,8 +42,11 @@ def tpot_ms(forwards: pl.DataFrame) -> float | None:
 
 
 def ttft_ms(forwards: pl.DataFrame) -> float | None:
-    """Time to first token: from the start of a request's first forward to the end of its first that accepts; a mean."""
-    rows = counted(forwards).select("start_ns", "end_ns", "requests", "accepted").explode("requests", "accepted")
+    """Time to first token: from the start of a request's first forward to the end of its first that accepts.
+
+    A mean over counted requests, whoever else is in these forwards; one that never accepts is left out.
+    """
+    rows = counted_requests(forwards)
     first_start = rows.group_by("requests").agg(pl.col("start_ns").min())
     first_end = rows.filter(pl.col("accepted") > 0).group_by("requests").agg(pl.col("end_ns").min())
     times = first_start.join(first_end, on="requests")
@@ -122,7 +131,7 @@ def exposed_stall_ms_per_token(forwards: pl.DataFrame) -> float | None:
 
 def num_requests(forwards: pl.DataFrame) -> int:
     """Requests counted."""
-    return counted(forwards)["requests"].explode().n_unique()
+    return counted_requests(forwards)["requests"].n_unique()
 
 
 def num_decode_forwards(forwards: pl.DataFrame) -> int:

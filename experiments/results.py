@@ -40,7 +40,9 @@ class ForwardTable:
         layers, forwards = chunk.layers, chunk.forwards
         if not len(forwards):
             return
-        warmup = self._warmup(forwards.lists["requests"])
+        requests = forwards.lists["requests"]
+        request_warmup = self._request_warmup(requests)
+        warmup = np.logical_or.reduceat(request_warmup, requests.offsets[:-1])
         self._hash.update(layers, np.repeat(~warmup, self._num_layers))
         columns: dict[str, Any] = {
             name: forwards.scalars[name] for name in ("forward", "pass_id", "start_ns", "end_ns")
@@ -50,6 +52,7 @@ class ForwardTable:
         columns["warmup"] = warmup
         frame = pl.DataFrame(columns | self._sums(layers))
         lists = [_list_series(name, column) for name, column in forwards.lists.items()]
+        lists.append(_list_series("request_warmup", Ragged(requests.offsets, request_warmup), pl.Boolean))
         accepted = pl.Series("num_accepted", _row_sums(forwards.lists["accepted"]))
         self._frames.append(frame.with_columns(accepted, *lists))
 
@@ -66,12 +69,11 @@ class ForwardTable:
         """Hash of the decisions of the counted forwards so far."""
         return self._hash.hexdigest()
 
-    def _warmup(self, requests: Ragged) -> NDArray[np.bool_]:
+    def _request_warmup(self, requests: Ragged) -> NDArray[np.bool_]:
         for request in requests.values.tolist():
             self._seen.setdefault(request)
         first = list(self._seen)[: self._warmup_requests]
-        is_warmup = np.isin(requests.values, first).astype(np.int64)
-        return np.add.reduceat(is_warmup, requests.offsets[:-1]) > 0
+        return np.isin(requests.values, first)
 
     def _sums(self, layers: Table) -> dict[str, NDArray[np.int64] | NDArray[np.float64]]:
         """Per-forward sums; each forward has one row for each layer, in order."""
@@ -135,5 +137,5 @@ def _row_sums(column: Ragged) -> NDArray[np.int64]:
     return sums[column.offsets[1:]] - sums[column.offsets[:-1]]
 
 
-def _list_series(name: str, column: Ragged) -> pl.Series:
-    return pl.Series(name, [column[row].tolist() for row in range(len(column))], dtype=pl.List(pl.Int32))
+def _list_series(name: str, column: Ragged, inner: type[pl.DataType] = pl.Int32) -> pl.Series:
+    return pl.Series(name, [column[row].tolist() for row in range(len(column))], dtype=pl.List(inner))

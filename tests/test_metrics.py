@@ -219,6 +219,22 @@ def test_warm_up_requests_are_left_out():
     assert mixed.frame()["warmup"].to_list() == [True, False]
 
 
+def test_the_first_token_counts_from_a_forward_that_was_shared_with_a_warm_up_request():
+    forwards = [
+        forward_row(0, requests=(0, 1), kind=ForwardKind.PREFILL, accepted=(0, 0), start=0, end=2_000_000),
+        forward_row(1, requests=(0, 1), accepted=(1, 0), start=2_000_000, end=3_000_000),
+        forward_row(2, requests=(1, 2), accepted=(1, 1), start=3_000_000, end=5_000_000),
+        forward_row(3, requests=(0, 3), accepted=(0, 4), start=5_000_000, end=9_000_000),
+    ]
+    made = table([layer_row(i, kind=row["kind"]) for i, row in enumerate(forwards)], forwards, warmup=1).frame()
+    assert made["request_warmup"].to_list() == [[True, False], [True, False], [False, False], [True, False]]
+    assert made["warmup"].to_list() == [True, True, False, True]
+    # request 1: 0 to 5 ms; 2: 3 to 5 ms; 3, which no counted forward holds: 5 to 9 ms
+    assert metrics.ttft_ms(made) == pytest.approx((5 + 2 + 4) / 3)
+    assert metrics.num_requests(made) == 3
+    assert metrics.num_decode_forwards(made) == 1
+
+
 def test_bytes_stall_and_busy_shares():
     rows = [layer_row(0, hits=[1], transfers=[2, 3, 4], on_cpu=[5], num_promoted=1, prefetch_started=2)]
     made = table(rows, [forward_row(0, end=200)]).frame()
