@@ -154,7 +154,7 @@ def test_everything_against_a_plain_count(batch, signals):
 @pytest.mark.parametrize("max_maps", [1, 13, 10_000])
 def test_the_result_does_not_depend_on_how_requests_are_spread(monkeypatch, max_maps):
     monkeypatch.setattr(module, "MAX_MAPS", max_maps)
-    monkeypatch.setattr(module, "_MAX_LOOSE_KEYS", 50)
+    monkeypatch.setattr(module, "_MAX_LOOSE_TOKENS", 20)
     shape, passes = random_passes(np.random.default_rng(4), num_requests=6, signals=True)
     whole = calibrate(shape, passes).finish()
     parts = [calibrate(shape, [p for p in passes if p.requests[0] % 3 == part]) for part in (2, 0, 1)]

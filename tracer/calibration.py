@@ -21,7 +21,7 @@ TOKEN_WIDTH = 16  # experts of a token in one layer
 MIN_OCCURRENCES = 4  # of a token in decode forwards, before it gets a row
 _FORMAT = 1
 _LEVELS = 255  # of scores and shares in a file
-_MAX_LOOSE_KEYS = 1 << 21
+_MAX_LOOSE_TOKENS = 1 << 12
 
 
 class _Maps(NamedTuple):
@@ -60,10 +60,10 @@ class Calibrator:
         self._maps: list[_Maps] = []
         self._num_maps = 0
         self._bound = np.uint64(np.iinfo(np.uint64).max)  # of the hashes that can still be among the smallest
-        # Routed tokens by token id, layer and expert in one key; loose keys are counted when they are many.
+        # How often each token, layer and expert met; the three make one key. What came last is not counted yet.
         self._keys = np.empty(0, np.int64)
         self._counts = np.empty(0, np.int64)
-        self._loose: list[NDArray[np.int64]] = []
+        self._loose: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # token ids [T], cells [L, T, K]
         self._num_loose = 0
 
     def add(self, pass_: Pass) -> None:
@@ -89,8 +89,11 @@ class Calibrator:
         self._num_activated += int(np.count_nonzero(load))
         weights = pass_.gates if signals is None else pass_.gates * signals.input_norm[:, :, None]
         self._importance += self._count(cells, weights)
-        self._add_loose((pass_.token_ids_in[:, None] * load.size + cells).ravel())
         self._add_maps(pass_)
+        self._loose.append((pass_.token_ids_in.copy(), cells))
+        self._num_loose += pass_.token_ids_in.size
+        if self._num_loose > _MAX_LOOSE_TOKENS:
+            self._count_loose()
 
     def merge(self, other: Calibrator) -> None:
         """Take all that another calibrator added up.
@@ -185,23 +188,26 @@ class Calibrator:
         if order.size == MAX_MAPS:
             self._bound = joined.hashes[-1]
 
-    def _add_loose(self, keys: NDArray[np.int64]) -> None:
-        self._loose.append(keys)
-        self._num_loose += keys.size
-        if self._num_loose > _MAX_LOOSE_KEYS:
-            self._count_loose()
-
     def _count_loose(self) -> None:
-        keys, counts = np.unique(np.concatenate([np.empty(0, np.int64), *self._loose]), return_counts=True)
-        if self._keys.size:
-            keys, counts = _summed(np.concatenate([self._keys, keys]), np.concatenate([self._counts, counts]))
-        self._keys, self._counts, self._loose, self._num_loose = keys, counts, [], 0
+        if not self._loose:
+            return
+        # Few tokens are distinct, so that counting in a dense table is far quicker than sorting keys.
+        tokens, rows = np.unique(np.concatenate([ids for ids, _ in self._loose]), return_inverse=True)
+        cells = np.concatenate([cells for _, cells in self._loose], axis=1)
+        size = self._prefill_load.size
+        table = np.bincount((rows[:, None] * size + cells).ravel())
+        found = np.flatnonzero(table)
+        keys, counts = tokens[found // size] * size + found % size, table[found]
+        self._loose, self._num_loose = [], 0
+        self._keys, self._counts = _summed(np.concatenate([self._keys, keys]), np.concatenate([self._counts, counts]))
 
     def _token_table(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
         """Tokens, most frequent first up to the limit, then ascending; their experts and shares by layer."""
         self._count_loose()
         num_layers, num_experts = self._prefill_load.shape
-        tokens, places = np.unique(self._keys // (num_layers * num_experts), return_inverse=True)
+        token_of = self._keys // (num_layers * num_experts)  # ascending, as the keys are
+        is_first = np.diff(token_of, prepend=-1) != 0
+        tokens, places = token_of[is_first], np.cumsum(is_first) - 1
         # Every occurrence routes to top_k experts in each layer.
         occurrences = np.bincount(places, self._counts) / (num_layers * self.shape.top_k)
         frequent = np.argsort(-occurrences, kind="stable")[:MAX_TOKENS]
@@ -211,7 +217,8 @@ class Calibrator:
         row_of = np.cumsum(kept) - 1  # of each token, in the table
         counts = self._counts[rows]
         groups = row_of[places[rows]] * num_layers + self._keys[rows] // num_experts % num_layers
-        order = np.lexsort((-counts, groups))  # stable: of equal counts the lower expert comes first
+        # Stable: of equal counts the lower expert comes first.
+        order = np.argsort(groups * (counts.max(initial=0) + 1) - counts, kind="stable")
         groups, counts, experts = groups[order], counts[order], self._keys[rows][order] % num_experts
         ranks = np.arange(groups.size) - np.searchsorted(groups, groups)
         width = min(TOKEN_WIDTH, num_experts)
@@ -228,10 +235,10 @@ class Calibrator:
 
 def _summed(keys: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Each key once, ascending, with the sum of its counts."""
-    unique, places = np.unique(keys, return_inverse=True)
-    sums = np.zeros(unique.size, np.int64)
-    np.add.at(sums, places, counts)
-    return unique, sums
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    starts = np.flatnonzero(np.diff(keys, prepend=-1))
+    return keys[starts], np.add.reduceat(counts[order], starts)
 
 
 def _hashes(*values: NDArray[np.int64]) -> NDArray[np.uint64]:
