@@ -552,3 +552,12 @@ def test_cuda_agrees_with_cpu_in_fp32():
     assert (block.cpu() - logits[:, 8:]).abs().max() < 1e-4
     for one, other in zip(expected.layers, found.layers, strict=True):
         assert torch.equal(one[2].ids[:, 8:], other[2].ids.cpu())
+
+
+def test_compiled_routing_breaks_ties_as_the_plain_one():
+    scores = torch.randint(0, 12, (64, 32), generator=torch.Generator().manual_seed(0)) / 16
+    sizes = {"num_groups": 8, "top_groups": 4, "top_k": 8}
+    plain = route(scores, torch.zeros(32), **sizes)
+    compiled = torch.compile(route, backend="aot_eager", fullgraph=True)(scores, torch.zeros(32), **sizes)
+    assert torch.equal(plain.ids, compiled.ids)
+    assert torch.equal(plain.weights, compiled.weights)

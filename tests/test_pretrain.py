@@ -13,7 +13,7 @@ from tracer.llada2 import LLaDA2
 from tracer.pretrain_batches import UNIT, batch_sizes, block_mask, draw_batch, encode_documents, pack
 from tracer.pretrain_configs import BLOCK_LENGTHS, CONFIGS, PretrainConfig, find_config
 from tracer.pretrain_scores import answer_each, answer_together, decode_settings, score
-from tracer.pretrain_step import Trainer, balance, learning_rate, masked_loss
+from tracer.pretrain_step import Trainer, balance, learning_rate, losses
 from tracer.problems import final_answer
 from tracer.schema import TraceError
 from tracer.shipped import find_model
@@ -187,16 +187,18 @@ def test_training_shows_a_block_what_decoding_shows_it(prepared, model, block_le
 
 def test_loss_is_the_weighted_mean_of_what_counts():
     logits = torch.tensor([[[2.0, 1.0, 0.0], [0.0, 0.0, 0.0], [9.0, 0.0, 0.0]]])
-    loss = masked_loss(logits, torch.tensor([[0, 1, 2]]), torch.tensor([[1.0, 3.0, 0.0]]))
+    loss, entropy = losses(logits, torch.tensor([[0, 1, 2]]), torch.tensor([[1.0, 3.0, 0.0]]))
     assert float(loss) == pytest.approx((-np.log(0.66524096) + 3 * np.log(3)) / 4, rel=1e-6)
+    p = np.array([0.66524096, 0.24472847, 0.09003057])  # only the first token is predicted right
+    assert float(entropy) == pytest.approx(-(p * np.log(p)).sum() / 4, rel=1e-6)
 
 
 def test_a_few_steps_lower_the_loss(prepared, model):
     trainer = Trainer(model, MICRO)
     batch = draw(prepared, 16)
-    losses = [float(trainer.step(batch, 1e-2)["loss"]) for _ in range(12)]
-    assert losses[0] == pytest.approx(np.log(MICRO.vocab_size), rel=0.1)
-    assert losses[-1] < 0.6 * losses[0]
+    found = [float(trainer.step(batch, 1e-2)["loss"]) for _ in range(12)]
+    assert found[0] == pytest.approx(np.log(MICRO.vocab_size), rel=0.1)
+    assert found[-1] < 0.6 * found[0]
 
 
 def test_training_touches_every_weight_but_not_the_biases_gradient(prepared, model):

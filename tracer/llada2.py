@@ -157,7 +157,6 @@ class Layer(nn.Module):
 
     def __init__(self, config: LLaDA2Config, layer_id: int, expert_bias_dtype: torch.dtype) -> None:
         super().__init__()
-        self.layer_id = layer_id
         self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config, layer_id)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
@@ -165,25 +164,19 @@ class Layer(nn.Module):
         self.mlp = Mlp(config.hidden_size, config.intermediate_size) if dense else MoeLayer(config, expert_bias_dtype)
 
     def forward(
-        self,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        cache: KVCache | None,
-        observer: Observer | None,
-    ) -> Tensor:
-        """Advance the residual stream [B, T, H] by one layer."""
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor, Routing | None]:
+        """Advance the residual stream [B, T, H] by one layer.
+
+        Returns:
+            The stream, the input of the feed-forward part, and the routing of a MoE layer's B * T tokens.
+        """
         hidden = hidden + self.attention(self.input_layernorm(hidden), cos, sin, mask, cache)
         normed = self.post_attention_layernorm(hidden)
         if isinstance(self.mlp, Mlp):
-            return hidden + self.mlp(normed)
+            return hidden + self.mlp(normed), normed, None
         update, routing = self.mlp(normed)
-        hidden = hidden + update
-        if observer is not None:
-            routing = Routing._make(values.unflatten(0, hidden.shape[:2]) for values in routing)
-            observer.moe_layer(self.layer_id, normed, routing, hidden)
-        return hidden
+        return hidden + update, normed, routing
 
 
 class LLaDA2(nn.Module):
@@ -272,6 +265,25 @@ class LLaDA2(nn.Module):
         Raises:
             TraceError: The mask is not bool, or the cache is missing or full.
         """
+        return self.head(
+            self.hidden_states(token_ids, positions, mask=mask, cache=cache, commit=commit, observer=observer)
+        )
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] in fp32 of the last layer's output [..., H]."""
+        return self.lm_head(self.norm(hidden)).float()
+
+    def hidden_states(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        *,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        commit: bool = False,
+        observer: Observer | None = None,
+    ) -> Tensor:
+        """Output [B, T, H] of the last layer, before the head; arguments and errors as of `forward`."""
         if mask is not None and mask.dtype != torch.bool:
             raise TraceError(f"attention mask of {mask.dtype}: must be bool, a number would be added to the scores")
         if commit and cache is None:
@@ -282,8 +294,11 @@ class LLaDA2(nn.Module):
         cos, sin = rotary_angles(positions, self.config.rotary_dim, self.config.rope_theta)
         if positions.dim() == 2:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, mask, cache, observer)
+        for layer_id, layer in enumerate(self.layers):
+            hidden, normed, routing = layer(hidden, cos, sin, mask, cache)
+            if observer is not None and routing is not None:
+                routing = Routing._make(values.unflatten(0, hidden.shape[:2]) for values in routing)
+                observer.moe_layer(layer_id, normed, routing, hidden)
         if cache is not None and commit:
             cache.length += token_ids.shape[1]
-        return self.lm_head(self.norm(hidden)).float()
+        return hidden

@@ -51,12 +51,21 @@ def route(scores: Tensor, expert_bias: Tensor, *, num_groups: int, top_groups: i
 
 def group_values(biased: Tensor, num_groups: int) -> Tensor:
     """What each group of consecutive experts is worth, [N, G]: the sum of its two largest biased scores [N, E]."""
-    return biased.unflatten(-1, (num_groups, -1)).topk(2, dim=-1).values.sum(-1)
+    largest, place = biased.unflatten(-1, (num_groups, -1)).max(-1, keepdim=True)
+    second = biased.unflatten(-1, (num_groups, -1)).scatter(-1, place, float("-inf")).amax(-1)
+    return largest.squeeze(-1) + second
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    # topk breaks ties differently from device to device
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    """Ids of the largest of each row, ties to the lower one, which topk breaks differently from device to device."""
+    if not torch.compiler.is_compiling():
+        return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    places = torch.arange(values.shape[-1], device=values.device)
+    found = []
+    for _ in range(count):  # the same; compiled, all of it is one kernel
+        found.append(values.argmax(-1, keepdim=True))
+        values = values.masked_fill(places == found[-1], float("-inf"))
+    return torch.cat(found, dim=-1)
 
 
 class Gate(nn.Module):

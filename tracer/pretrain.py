@@ -31,7 +31,7 @@ CURVE_FILE = "loss.jsonl"
 SCORES_FILE = "scores.jsonl"
 CHECKPOINT = "checkpoint"
 _NUM_CURVE_POINTS = 100
-_NUM_CHECKPOINTS = 10
+_NUM_CHECKPOINTS = 5
 _TOKENIZER_DOCUMENTS = 20_000
 _NUM_QUICK_PROBLEMS = 64
 _QUICK_BLOCK_LENGTH = 16
@@ -40,7 +40,9 @@ _QUICK_BLOCK_LENGTH = 16
 def prepare(config: PretrainConfig) -> tuple[Tokenizer, dict[str, Pool]]:
     """Train the tokenizer on a part of the corpus, and pack all of it."""
     corpus = {
-        workload: list(islice(documents(workload, seed=config.seed), config.num_documents[workload]))
+        workload: list(
+            islice(documents(workload, seed=config.seed, packages=config.packages), config.num_documents[workload])
+        )
         for workload in config.shares
     }
     tokenizer = train_tokenizer(
@@ -84,7 +86,7 @@ def train(
     """Train a model until the time is over, and write what there is as it comes.
 
     Every step draws its own block length. No step begins at or after the limit. The directory gets the learning
-    curve, a line at each hundredth of the time, and the checkpoint, again at each tenth; its training.json says how
+    curve, a line at each hundredth of the time, and the checkpoint, again at each fifth; its training.json says how
     long it was trained.
 
     Args:
@@ -129,7 +131,8 @@ def train(
             curve.write(line + "\n")
             curve.flush()
             report(line)
-    return model, tokenizer
+    # not the trained one: that is compiled for the shape of its batches
+    return checkpoint.load(directory / CHECKPOINT, device=device, dtype=_dtype(device)), tokenizer
 
 
 def _train(
@@ -150,7 +153,8 @@ def _train(
     while (share := elapsed()) < 1:
         block_length = BLOCK_LENGTHS[int(torch.randint(len(BLOCK_LENGTHS), (1,), generator=block_lengths))]
         batch = draw_batch(pools, config, block_length, tokenizer.mask_id, noise)
-        measured.append(trainer.step(batch, learning_rate(config, share)))
+        weight = config.confidence_weight if share >= config.confidence_from else 0.0
+        measured.append(trainer.step(batch, learning_rate(config, share), weight))
         num_steps += 1
         if share < next_point:
             continue
@@ -161,7 +165,8 @@ def _train(
             next_save = (int(share * _NUM_CHECKPOINTS) + 1) / _NUM_CHECKPOINTS
             keep(num_steps, share)
             if quick:
-                found = score(quick, lambda texts: answer_together(model, tokenizer, texts, settings))
+                with torch.compiler.set_stance("force_eager"):  # every forward has another shape
+                    found = score(quick, lambda texts: answer_together(model, tokenizer, texts, settings))
                 point |= {"accuracy": found.accuracy, "tokens_per_denoise": round(found.tokens_per_denoise, 3)}
         yield point
     if measured:

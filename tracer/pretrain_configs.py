@@ -39,6 +39,9 @@ class PretrainConfig:
     max_grad_norm: float = 1.0
     given_prompt_ratio: float = 0.9  # documents whose prompt is never masked
     max_token_weight: float = 4.0
+    confidence_weight: float = 0.0  # of the entropy of tokens that are predicted right
+    confidence_from: float = 1.0  # share of the time after which that joins the loss
+    packages: tuple[str, ...] = ()  # installed ones whose sources join the standard library's
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -79,6 +82,28 @@ _TINY_MODEL = {
     "initializer_range": 0.05,
 }
 
+_MODEL_19X256 = {
+    "hidden_size": 512,
+    "num_hidden_layers": 20,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 2048,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.03,
+}
+
 CONFIGS = {
     config.name: config
     for config in (
@@ -92,6 +117,39 @@ CONFIGS = {
             batch_size=96,
             learning_rate=2e-3,
             bias_rate=1e-3,
+        ),
+        PretrainConfig(
+            name="proxy-19x256",
+            model=_MODEL_19X256,
+            vocab_size=4096,
+            shares={"code": 0.45, "prose": 0.3, "arithmetic": 0.25},
+            num_documents={"code": 10_000_000, "prose": 10_000_000, "arithmetic": 150_000},
+            context=384,
+            batch_size=96,
+            learning_rate=1e-3,
+            bias_rate=1e-3,
+            confidence_weight=1.5,
+            confidence_from=0.6,
+            packages=(
+                "torch",
+                "transformers",
+                "sympy",
+                "scipy",
+                "sklearn",
+                "pandas",
+                "statsmodels",
+                "networkx",
+                "jax",
+                "skimage",
+                "numba",
+                "numpy",
+                "flax",
+                "optax",
+                "gpytorch",
+                "botorch",
+                "hypothesis",
+                "pygments",
+            ),
         ),
     )
 }

@@ -6,7 +6,6 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tracer.llada2 import LLaDA2
 from tracer.moe import Routing
@@ -36,6 +35,11 @@ class Trainer:
 
     def __init__(self, model: LLaDA2, config: PretrainConfig) -> None:
         self.model, self.config = model, config
+        on_gpu = model.device.type == "cuda"
+        if on_gpu:  # each kind of layer once: they share what is compiled
+            for layer in model.layers:
+                layer.compile(dynamic=False)
+        self._losses = torch.compile(losses, dynamic=False) if on_gpu else losses
         self._weights = list(model.parameters())
         self._masters = [weight.detach().float().clone() for weight in self._weights]
         matrices = [master for master in self._masters if master.dim() > 1]
@@ -45,18 +49,21 @@ class Trainer:
             lr=config.learning_rate,
             betas=(0.9, 0.95),
             eps=1e-10,
+            fused=on_gpu,
         )
         self._observer = LoadObserver()
 
-    def step(self, batch: Batch, learning_rate: float) -> dict[str, Tensor]:
-        """Take one step.
+    def step(self, batch: Batch, learning_rate: float, confidence_weight: float = 0.0) -> dict[str, Tensor]:
+        """Take one step; confidence_weight is that of the entropy of what is predicted right.
 
         Returns:
-            Scalars that stay on the device: loss, gradient norm, and the highest load of an expert over the mean.
+            Scalars that stay on the device: cross-entropy, entropy of what is predicted right, gradient norm, and the
+            highest load of an expert over the mean.
         """
-        logits = self.model(batch.token_ids, batch.positions, mask=batch.mask, observer=self._observer)
-        loss = masked_loss(logits[:, : batch.targets.shape[1]], batch.targets, batch.weights)
-        loss.backward()
+        hidden = self.model.hidden_states(batch.token_ids, batch.positions, mask=batch.mask, observer=self._observer)
+        logits = self.model.head(hidden[:, : batch.targets.shape[1]])  # of the noisy copy; the clean one has no loss
+        loss, entropy = self._losses(logits, batch.targets, batch.weights)
+        (loss + confidence_weight * entropy).backward()
         for weight, master in zip(self._weights, self._masters, strict=True):
             master.grad = torch.zeros_like(master) if weight.grad is None else weight.grad.float()
             weight.grad = None
@@ -68,19 +75,27 @@ class Trainer:
             for weight, master in zip(self._weights, self._masters, strict=True):
                 weight.copy_(master)
         highest = balance(self.model, self._observer.loads, self.config.bias_rate)
-        return {"loss": loss.detach(), "grad_norm": grad_norm, "max_load_ratio": highest}
+        return {"loss": loss.detach(), "entropy": entropy.detach(), "grad_norm": grad_norm, "max_load_ratio": highest}
 
 
-def masked_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean cross-entropy.
+def losses(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted mean cross-entropy, and weighted mean entropy of the tokens that are predicted right.
 
     Args:
         logits: [B, T, V] fp32.
         targets: [B, T].
         weights: [B, T], 0 where a token does not count; not all of them are.
+
+    Source:
+        LLaDA2.0, confidence-aware parallel training, which sharpens what is right already so that more tokens can be
+        accepted at once.
+        Differs: its weight and schedule are not published.
     """
-    losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return (losses * weights.flatten()).sum() / weights.sum()
+    log_p = logits.log_softmax(-1)
+    cross_entropy = -log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    right = weights * (logits.argmax(-1) == targets)
+    return (cross_entropy * weights).sum() / weights.sum(), (entropy * right).sum() / weights.sum()
 
 
 @torch.no_grad()
