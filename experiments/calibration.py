@@ -1,14 +1,16 @@
-"""What policies may learn beforehand: from requests of the trace that are not evaluated."""
+"""What policies may learn beforehand: a record that ships with the traced model, or requests that are not evaluated."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
-
-import numpy as np
+from dataclasses import replace
+from pathlib import Path
 
 from policies.contract import Context
-from policies.steps import count_load
-from tracer.schema import Calibration, ModelShape, Pass
+from tracer.calibration import Calibrator, load
+from tracer.schema import Calibration, ModelShape, Pass, TraceError
+from tracer.shipped import DATA_DIRECTORY
 from tracer.store import TraceReader
 
 
@@ -27,52 +29,76 @@ class FirstRequests:
             yield pass_
 
 
-def context_of(reader: TraceReader, warmup_requests: int, seed: int) -> tuple[Context, str]:
-    """What a policy may be built from, and what its calibration is from, for the manifest."""
+def context_of(
+    reader: TraceReader, warmup_requests: int, calibration: str = "auto", seed: int = 0
+) -> tuple[Context, str]:
+    """What a policy may be built from for a run over this trace, and where its calibration is from, in words.
+
+    Args:
+        reader: of the trace of the run.
+        warmup_requests: its first requests, which are not evaluated.
+        calibration: `auto`, the shipped record of the model that was traced, else `warmup`: the warm-up requests; or
+            the path of a record.
+        seed: of the run.
+
+    Raises:
+        TraceError: the record cannot be read, or is of another shape.
+    """
     shape = reader.metadata.shape
+    context = Context(shape, passes=reader, has_signals=reader.has_signals, seed=seed)
+    if calibration not in ("auto", "warmup"):
+        path = Path(calibration)
+        found = load(path)
+        if found.load.shape != (shape.num_layers, shape.num_experts):
+            raise TraceError(
+                f"{path}: is of {found.load.shape[0]} layers of {found.load.shape[1]} experts, the trace has "
+                f"{shape.num_layers} of {shape.num_experts}"
+            )
+        return replace(context, calibrate=lambda: found), _named(path, found)
+    path = shipped_record(reader.metadata.source)
+    if calibration == "auto" and path is not None:
+        found = load(path)
+        if _is_of(found, reader):
+            return replace(context, calibrate=lambda: found), _named(path, found)
     name = f"first {warmup_requests} of {reader.num_requests} requests of the trace"
+    if warmup_requests == 0:
+        return context, name
 
     def calibrate() -> Calibration:
-        passes = reader.passes(signals=reader.has_signals)
-        return record(FirstRequests(passes, warmup_requests), shape, name)
+        return calibrated(FirstRequests(reader.passes(signals=reader.has_signals), warmup_requests), shape, name)
 
-    context = Context(
-        shape,
-        passes=reader,
-        calibrate=calibrate if warmup_requests else None,
-        calibration_passes=FirstRequests(reader, warmup_requests),
-        has_signals=reader.has_signals,
-        seed=seed,
-    )
-    return context, name
+    return replace(context, calibrate=calibrate, calibration_passes=FirstRequests(reader, warmup_requests)), name
 
 
-def record(passes: Iterable[Pass], shape: ModelShape, name: str) -> Calibration:
-    """The record of these passes."""
-    size = (shape.num_layers, shape.num_experts)
-    load, prefill_load = np.zeros(size, np.int64), np.zeros(size, np.int64)
-    requests, num_activated = set(), 0
+def calibrated(passes: Iterable[Pass], shape: ModelShape, name: str) -> Calibration:
+    """The record of these passes.
+
+    Raises:
+        TraceError: there is no decode forward among them.
+    """
+    calibrator = Calibrator(shape, name)
     for pass_ in passes:
-        requests.update(pass_.requests.tolist())
-        counts = count_load(pass_.expert_ids, shape.num_experts)
-        if pass_.is_prefill:
-            prefill_load += counts
-        else:
-            load += counts
-            num_activated += int(np.count_nonzero(counts))
-    none = np.zeros((0, shape.num_layers, 0))
-    return Calibration(
-        name=name,
-        num_requests=len(requests),
-        num_activated=num_activated,
-        load=load,
-        prefill_load=prefill_load,
-        importance=load.astype(np.float64),
-        request_loads=np.zeros((0, *size), np.int64),
-        map_ids=none.astype(np.int64),
-        map_scores=none,
-        map_sketches=np.zeros((0, 16)),
-        token_ids=np.zeros(0, np.int64),
-        token_experts=none.astype(np.int64),
-        token_shares=none,
+        calibrator.add(pass_)
+    return calibrator.finish()
+
+
+def shipped_record(source: str) -> Path | None:
+    """The record that ships with the model of a trace's source, if one does."""
+    kind, _, name = source.partition(":")
+    path = DATA_DIRECTORY / f"{name}.calibration.npz"
+    return path if kind == "proxy" and path.is_file() else None
+
+
+def _is_of(found: Calibration, reader: TraceReader) -> bool:
+    """Whether a record was made by the very model that made the trace."""
+    shape, details = reader.metadata.shape, reader.metadata.details
+    return (
+        found.name == reader.metadata.source
+        and found.checkpoint_hash == details.get("checkpoint_hash")
+        and found.load.shape == (shape.num_layers, shape.num_experts)
     )
+
+
+def _named(path: Path, found: Calibration) -> str:
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return f"{path.name}: {found.num_requests} requests of {found.name}, sha256 {digest}"

@@ -57,6 +57,7 @@ class Simulate:
     cache: Cache = field(default_factory=Cache)
     expert_dtype: str | None = None  # number format of the experts, if not the shape's
     warmup_requests: int = 1
+    calibration: str = "auto"  # shipped record of the traced model, else the warm-up requests; `warmup`; or a path
     staging_slots: int | None = None  # GPU slots beyond the cache; null is twice the transfer chunk
     seed: int = 0
     output: Output = field(default_factory=Output)

@@ -72,6 +72,7 @@ def simulate(
     shape: str | ModelShape = "trace",
     expert_dtype: str | None = None,
     warmup_requests: int = 1,
+    calibration: str = "auto",
     staging_slots: int | None = None,
     seed: int = 0,
     output: str | Path | None = None,
@@ -90,7 +91,9 @@ def simulate(
         shape: `trace` charges the sizes of the traced model; a name or a shape charges those of another model for
             the same routing.
         expert_dtype: number format of the experts, if not the shape's: bfloat16, fp8, int4, ...
-        warmup_requests: first requests that are simulated, not counted, and serve as calibration split.
+        warmup_requests: first requests that are simulated, not counted, and calibrate policies where nothing else does.
+        calibration: `auto`, the shipped record of the traced model, else the warm-up requests; `warmup`, these; or the
+            path of a record.
         staging_slots: GPU slots beyond the cache for experts in transit; None is twice the transfer chunk.
         seed: for policies that draw random numbers.
         output: directory for summary.json, result.parquet, decisions.parquet and manifest.json, all or none of them.
@@ -108,7 +111,7 @@ def simulate(
     _check_sizes(slots_per_layer, traced, warmup_requests, reader, expert_dtype)
     expert_bytes = charged.expert_bytes(expert_dtype)
     costs = profile.costs(charged, expert_bytes, policy)
-    context, calibration_name = context_of(reader, warmup_requests, seed)
+    context, calibration_name = context_of(reader, warmup_requests, calibration, seed)
     built = build_policy(policy, dict(knobs or {}), context)
     staging = 2 * costs.transfer_chunk if staging_slots is None else staging_slots
     slots = slots_per_layer * traced.num_layers

@@ -48,6 +48,7 @@ def run(config: DictConfig) -> None:
         shape=schema.shape_of(config.shape),
         expert_dtype=config.expert_dtype,
         warmup_requests=config.warmup_requests,
+        calibration=config.calibration,
         staging_slots=config.staging_slots,
         seed=config.seed,
         output=directory,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.calibration import record
+from experiments.calibration import calibrated
 from policies.contract import Context, Estimates, Policy
 from policies.driver import Decision, drive
 from policies.registry import build_policy
@@ -105,7 +105,7 @@ def context_of(
     return Context(
         shape,
         passes=passes,
-        calibrate=lambda: record(split, shape, "tests"),
+        calibrate=lambda: calibrated(split, shape, "tests"),
         calibration_passes=split,
         has_signals=bool(passes) and passes[0].signals is not None,
     )

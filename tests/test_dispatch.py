@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 from reference import pass_of, shape_of
 from reference_oled import Split
 
-from experiments.calibration import record
+from experiments.calibration import calibrated
 from policies.contract import Estimates, PolicyError
 from policies.dispatch import (
     DispatchKnobs,
@@ -166,11 +168,11 @@ def test_tokens_of_an_average_expert():
     other = pass_of(np.array([[[0, 1]], [[0, 1]]]))
     decode = pass_of(np.array([[[0, 1], [0, 2], [0, 3]], [[4, 5], [4, 5], [4, 5]]]))
     shape = shape_of(2, 6, 2)
-    assert tokens_per_expert(record([prefill, decode], shape, "split")) == 12 / 6
-    assert tokens_per_expert(record([decode, other], shape, "split")) == 16 / 10
-    for nothing in ([], [prefill]):
-        with pytest.raises(PolicyError, match="calibration split has no decode forward"):
-            tokens_per_expert(record(nothing, shape, "split"))
+    assert tokens_per_expert(calibrated([prefill, decode], shape, "split")) == 12 / 6
+    assert tokens_per_expert(calibrated([decode, other], shape, "split")) == 16 / 10
+    nothing = replace(calibrated([decode], shape, "split"), num_activated=0)
+    with pytest.raises(PolicyError, match="calibration split has no decode forward"):
+        tokens_per_expert(nothing)
 
 
 @st.composite

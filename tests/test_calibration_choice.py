@@ -1,0 +1,120 @@
+"""Which record policies learn from, and that the manifest names it."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from commands import command
+from strategies import metadata_for, random_passes
+
+from experiments import calibration as choice
+from experiments.calibration import calibrated, context_of
+from experiments.run import simulate
+from experiments.simulate import main
+from policies.contract import PolicyError
+from tracer.calibration import Calibrator, save
+from tracer.schema import TraceError
+from tracer.store import TraceReader, TraceWriter
+
+SIZES = {"num_layers": 2, "num_experts": 8, "top_k": 2, "num_requests": 3}
+
+
+def write(path, passes, shape, **fields):
+    with TraceWriter(path, metadata_for(shape, **fields)) as writer:
+        for pass_ in passes:
+            writer.write(pass_)
+    return TraceReader(path)
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """A trace of proxy:toy, and the record that ships with it: of its last two requests, for want of others."""
+    monkeypatch.setattr(choice, "DATA_DIRECTORY", tmp_path)
+    shape, passes = random_passes(np.random.default_rng(3), signals=True, **SIZES)
+    calibrator = Calibrator(shape, "proxy:toy", "abc")
+    for pass_ in passes:
+        if pass_.requests[0] > 0:
+            calibrator.add(pass_)
+    save(tmp_path / "toy.calibration.npz", calibrator.finish())
+    details = {"checkpoint_hash": "abc"}
+    return write(tmp_path / "toy.trace", passes, shape, source="proxy:toy", details=details), passes, shape
+
+
+def test_the_warm_up_requests_calibrate_with_their_signals(shipped):
+    reader, passes, shape = shipped
+    context, name = context_of(reader, 2, "warmup")
+    assert name == "first 2 of 3 requests of the trace"
+    first = [pass_ for pass_ in passes if pass_.requests[0] < 2]
+    assert [pass_.pass_id for pass_ in context.calibration_passes] == [pass_.pass_id for pass_ in first]
+    expected = calibrated(first, shape, "first")
+    assert context.calibration.num_requests == 2
+    assert (context.calibration.load == expected.load).all()
+    assert (context.calibration.map_ids == expected.map_ids).all()
+    assert not np.isnan(context.calibration.map_sketches).any()
+    assert context.has_signals
+    assert context.calibration is context.calibration
+
+
+def test_the_shipped_record_of_the_model_comes_first(shipped):
+    reader, passes, shape = shipped
+    for warmup_requests in (0, 1):
+        context, name = context_of(reader, warmup_requests)
+        assert name.startswith("toy.calibration.npz: 2 requests of proxy:toy, sha256 ")
+        others = calibrated([pass_ for pass_ in passes if pass_.requests[0] > 0], shape, "others")
+        assert (context.calibration.load == others.load).all()
+        assert list(context.calibration_passes) == []
+    assert context_of(reader, 1, "warmup")[1] == "first 1 of 3 requests of the trace"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"source": "proxy:toy", "details": {"checkpoint_hash": "other"}},
+        {"source": "proxy:toy"},
+        {"source": "model:toy", "details": {"checkpoint_hash": "abc"}},
+        {"source": "proxy:other", "details": {"checkpoint_hash": "abc"}},
+    ],
+)
+def test_a_record_of_another_model_is_left_alone(shipped, tmp_path, fields):
+    _, passes, shape = shipped
+    reader = write(tmp_path / "mine.trace", passes, shape, **fields)
+    assert context_of(reader, 1)[1] == "first 1 of 3 requests of the trace"
+
+
+def test_a_record_can_be_named(shipped, tmp_path):
+    _, passes, shape = shipped
+    reader = write(tmp_path / "mine.trace", passes, shape)
+    path = tmp_path / "own.npz"
+    own = calibrated(passes[:4], shape, "my own")
+    save(path, replace(own, load=1000 * own.load))  # experts so busy that none is left to the CPU
+    split = partial(simulate, reader, "lru", 3, knobs={"misses": "oled"}, shape="llada2.0-mini")
+    result = split(calibration=str(path))
+    assert result.manifest["calibration"].startswith("own.npz: 1 requests of my own, sha256 ")
+    usual = split()
+    assert result.summary["cpu_busy_ratio"] < usual.summary["cpu_busy_ratio"]
+    with pytest.raises(TraceError, match=r"absent\.npz"):
+        context_of(reader, 1, str(tmp_path / "absent.npz"))
+    other, more = random_passes(np.random.default_rng(0), num_layers=3)
+    save(path, calibrated(more, other, "wider"))
+    with pytest.raises(TraceError, match=r"own\.npz: is of 3 layers of 16 experts, the trace has 2 of 8"):
+        context_of(reader, 1, str(path))
+
+
+def test_without_any_only_policies_that_learn_are_refused(shipped, tmp_path):
+    _, passes, shape = shipped
+    reader = write(tmp_path / "mine.trace", passes, shape)
+    simulate(reader, "lru", 3, warmup_requests=0)
+    with pytest.raises(PolicyError, match="oled needs calibration, and there is none: count warm-up requests"):
+        simulate(reader, "oled", 3, warmup_requests=0)
+
+
+def test_the_command_has_the_key(shipped, tmp_path, monkeypatch):
+    reader, *_ = shipped
+    monkeypatch.chdir(tmp_path)
+    arguments = [f"trace={reader.path}", "cache.slots_per_layer=3"]
+    assert command(main, *arguments, "calibration=warmup", "output.dir=out").code == 0
+    assert '"calibration": "first 1 of 3 requests of the trace"' in (tmp_path / "out" / "manifest.json").read_text()
+    refused = command(main, *arguments, "calibration=nowhere.npz", "output.dir=other")
+    assert refused.code == 1
+    assert "nowhere.npz: cannot be read as a calibration" in refused.err
