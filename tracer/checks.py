@@ -1,4 +1,4 @@
-"""What makes a row group of a trace whole: the checks that the reader and the doctor share."""
+"""How the rows of a row group hang together, and what is found where they do not."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.gates import FIXED_POINT_SUM, STORED_SUM_TOLERANCE
-from tracer.schema import ModelShape, TraceMetadata
-from tracer.tables import AHEAD_COLUMNS, Columns, Group
+from tracer.schema import ModelShape
+from tracer.tables import Columns, Group
 
 MAX_PLACES = 3
 
@@ -230,101 +229,3 @@ def _check_signal_keys(routing: Columns, signals: Columns) -> Iterator[Finding]:
     for name in names:
         differs |= signals[name] != routing[name]
     yield from found_at(differs, routing, "signals do not match routing", "the same rows", lambda row: "another row")
-
-
-def check_rows(group: Group, metadata: TraceMetadata) -> Iterator[Finding]:
-    """Check each routing row, and each row of signals, by itself."""
-    routing, num_experts = group.routing, metadata.shape.num_experts
-    ids = routing["expert_ids"]
-    in_range = f"0 to {num_experts - 1}"
-    outside = np.any(ids >= num_experts, axis=1)
-    yield from found_at(outside, routing, "expert id out of range", in_range, lambda row: int(ids[row].max()))
-    if metadata.shape.top_k > 1:
-        zero = np.all(ids == 0, axis=1)
-        yield from found_at(
-            zero,
-            routing,
-            "all expert ids are zero, as in a buffer that was never filled",
-            f"{metadata.shape.top_k} different experts",
-            lambda row: ids[row].tolist(),
-        )
-        unsorted = np.any(ids[:, 1:] <= ids[:, :-1], axis=1) & ~zero
-        ordered = np.sort(ids[unsorted], axis=1)
-        twice = unsorted.copy()
-        twice[unsorted] = np.any(ordered[:, 1:] == ordered[:, :-1], axis=1)
-        yield from found_at(
-            twice,
-            routing,
-            "expert twice in one top-k",
-            f"{metadata.shape.top_k} different experts",
-            lambda row: ids[row].tolist(),
-        )
-        yield from found_at(
-            unsorted & ~twice, routing, "expert ids unsorted", "ascending ids", lambda row: ids[row].tolist()
-        )
-    yield from _check_gates(routing, metadata.gate_dtype)
-    if group.signals is not None:
-        yield from _check_signals(group.routing, group.signals, metadata)
-
-
-def _check_gates(routing: Columns, gate_dtype: str) -> Iterator[Finding]:
-    gates = routing["gates"]
-    proper = np.ones(gates.shape[0], bool)
-    if gate_dtype != "uint8":
-        finite = np.all(np.isfinite(gates), axis=1)
-        negative = np.any(gates < 0, axis=1)
-        yield from found_at(~finite, routing, "gate not finite", "finite gates", lambda row: gates[row].tolist())
-        yield from found_at(negative, routing, "gate negative", "0 or more", lambda row: gates[row].tolist())
-        proper = finite & ~negative
-    total = np.where(
-        proper, gates.sum(axis=1, dtype=np.float64 if gate_dtype != "uint8" else np.int64, where=proper[:, None]), 0
-    )
-    target = FIXED_POINT_SUM if gate_dtype == "uint8" else 1
-    tolerance = STORED_SUM_TOLERANCE[gate_dtype]
-    yield from found_at(
-        proper & (np.abs(total - target) > tolerance),
-        routing,
-        "gates with a wrong sum",
-        f"a sum of {target}" + (f" within {tolerance:g}" if tolerance else " exactly"),
-        lambda row: f"a sum of {total[row]:.6g}",
-    )
-
-
-def _check_signals(routing: Columns, signals: Columns, metadata: TraceMetadata) -> Iterator[Finding]:
-    shape = metadata.shape
-    in_range = f"0 to {shape.num_experts - 1}"
-    for name in ("score_ids", *AHEAD_COLUMNS):
-        ids = signals[name]
-        outside = np.any(ids >= shape.num_experts, axis=1)
-        yield from found_at(
-            outside, signals, f"{name} out of range", in_range, lambda row, ids=ids: int(ids[row].max())
-        )
-    scores = signals["scores"]
-    if metadata.gate_dtype != "uint8":
-        wrong = ~np.all((scores >= 0) & (scores <= 1), axis=1)
-        yield from found_at(wrong, signals, "score out of range", "0 to 1", lambda row: scores[row].tolist())
-    norm = signals["input_norm"]
-    wrong = ~(np.isfinite(norm) & (norm >= 0))
-    yield from found_at(wrong, signals, "input_norm not a length", "finite, 0 or more", lambda row: norm[row])
-    layer = np.searchsorted(np.array(shape.layer_ids), signals["layer"])
-    for depth, name in enumerate(AHEAD_COLUMNS, start=1):
-        null = signals[name] < 0
-        beyond = layer + depth >= shape.num_layers
-        yield from found_at(
-            np.where(beyond, ~null.all(axis=1), null.any(axis=1)),
-            signals,
-            f"{name} missing, or more than there can be",
-            f"null in the last {depth} layers, and all there in the others",
-            lambda row, null=null: f"{np.count_nonzero(~null[row])} ids",
-        )
-    sketch = np.isfinite(signals["sketch"])
-    wrong = (layer == 0) & ~sketch.all(axis=1)
-    yield from found_at(
-        wrong, signals, "sketch missing or not finite", "one in the first MoE layer", lambda row: "none"
-    )
-    if routing["pass_id"].size == signals["pass_id"].size:
-        chosen = routing["expert_ids"]
-        among = (signals["score_ids"][:, None, :] == chosen[:, :, None]).any(axis=2).all(axis=1)
-        yield from found_at(
-            ~among, signals, "chosen expert without a score", "scores of all chosen", lambda row: chosen[row].tolist()
-        )

@@ -10,86 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.checks import Finding, Layout, Place, found_at
-from tracer.schema import ForwardKind, ModelShape
+from tracer.schema import ModelShape
 from tracer.tables import Columns, Group
 
 MIN_EVIDENCE = 64  # equal ids that a short forward of a small model shows by chance prove nothing
-MAX_PROBABILITY = 1 + 1e-6  # a softmax in 32 bits may end just above 1
-
-_UNMASKED_KINDS = (ForwardKind.IDLE, ForwardKind.COMMIT, ForwardKind.EDIT)
 
 
-def check_values(group: Group, layout: Layout, shape: ModelShape) -> Iterator[Finding]:
-    """Check each forward of a group by itself."""
-    forwards, tokens = group.forwards, group.tokens
-    yield from _check_masks(forwards, tokens, layout)
-    for name in ("p_argmax", "p_current"):
-        p = tokens[name]
-        outside = (p < 0) | (p > MAX_PROBABILITY)
-        yield from found_at(outside, tokens, f"{name} is no probability", "0 to 1, or null", lambda row, p=p: p[row])
-    masked_p = tokens["is_masked_in"] & ~np.isnan(tokens["p_current"])
-    yield from found_at(
-        masked_p, tokens, "p_current of a mask", "null", lambda row: tokens["p_current"][row], "warning"
-    )
-    if shape.vocab:
-        for name in ("token_id_in", "argmax_id"):
-            ids = tokens[name]
-            yield from found_at(
-                ids >= shape.vocab,
-                tokens,
-                f"{name} out of range",
-                f"0 to {shape.vocab - 1}",
-                lambda row, ids=ids: ids[row],
-            )
-    block, kind = forwards["block"], forwards["kind"]
-    yield from found_at(
-        (block < -1) | ((block == -1) != (kind == ForwardKind.PREFILL)),
-        forwards,
-        "block and kind disagree",
-        "block -1 for prefill, 0 or more for all others",
-        lambda row: f"block {block[row]} and {ForwardKind(kind[row]).name.lower()}",
-    )
-    for name in ("iteration", "kv_len"):
-        values = forwards[name]
-        yield from found_at(values < 0, forwards, f"negative {name}", "0 or more", lambda row, v=values: v[row])
-    yield from _check_repeated_rows(group, layout, shape)
-
-
-def _check_masks(forwards: Columns, tokens: Columns, layout: Layout) -> Iterator[Finding]:
-    masked, accepted = tokens["is_masked_in"], tokens["accepted"]
-    for name, flags in (("num_masked_in", masked), ("num_accepted", accepted)):
-        counts = np.bincount(layout.token_forward[flags], minlength=forwards[name].size)
-        yield from found_at(
-            counts != forwards[name],
-            forwards,
-            f"{name} disagrees with tokens",
-            "the number of such tokens",
-            lambda row, counts=counts, name=name: f"{forwards[name][row]} for {counts[row]} tokens",
-        )
-    yield from found_at(accepted & ~masked, tokens, "accepted, but not masked", "masked tokens", lambda row: "no mask")
-    yield from found_at(
-        tokens["edited"] & masked, tokens, "edited, but masked", "tokens without a mask", lambda row: "a mask"
-    )
-    kind = forwards["kind"]
-    any_masked = np.bincount(layout.token_forward[masked], minlength=kind.size) > 0
-    yield from found_at(
-        np.isin(kind, _UNMASKED_KINDS) & any_masked,
-        forwards,
-        "masks in a forward that has none by its kind",
-        "idle, commit and edit without masks",
-        lambda row: f"{ForwardKind(kind[row]).name.lower()} with masks",
-    )
-    yield from found_at(
-        (kind == ForwardKind.DENOISE) & ~any_masked,
-        forwards,
-        "denoise without masks",
-        "idle, commit or edit where no mask is left",
-        lambda row: "no mask",
-        "warning",
-    )
-
-
-def _check_repeated_rows(group: Group, layout: Layout, shape: ModelShape) -> Iterator[Finding]:
+def check_repeated_rows(group: Group, layout: Layout, shape: ModelShape) -> Iterator[Finding]:
     """Find forwards in which each layer gives all tokens the same routing, as a buffer that never changed does."""
     forwards = group.forwards
     size = forwards["num_tokens"].astype(np.int64)

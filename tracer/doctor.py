@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from tracer import consistency
-from tracer.checks import MAX_PLACES, Finding, Place, check_rows, lay_out
+from tracer.checks import MAX_PLACES, Finding, Place, lay_out
 from tracer.files import Footer, open_groups, read_footer, tables_in
 from tracer.schema import SCHEMA_VERSION, TraceError, TraceMetadata
 from tracer.shipped import find_trace
 from tracer.tables import KIND_NAMES, REQUIRED_TABLES, ContentHash, Group
+from tracer.values import check_forwards, check_rows
 
 
 @dataclass
@@ -190,7 +191,8 @@ def _check_groups(report: Report, footers: dict[str, Footer], whole: bool) -> No
             if layout is None:
                 continuity.forget()
             else:
-                report.add(consistency.check_values(group, layout, metadata.shape))
+                report.add(check_forwards(group, layout.token_forward, metadata.shape))
+                report.add(consistency.check_repeated_rows(group, layout, metadata.shape))
                 report.add(continuity.check(group))
             last_pass = max(last_pass, int(group.forwards["pass_id"].max(initial=-1)))
     if not whole:

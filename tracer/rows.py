@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.checks import Layout, check_rows
+from tracer.checks import Layout
 from tracer.gates import INPUT_SUM_TOLERANCE, quantise_gates, restore_gates
 from tracer.schema import (
     MAX_AHEAD_DEPTH,
@@ -21,6 +22,7 @@ from tracer.schema import (
     TraceMetadata,
 )
 from tracer.tables import AHEAD_COLUMNS, Columns, Group, columns_of, signal_widths
+from tracer.values import check_forwards, check_rows
 
 _FORWARD_FIELDS = {
     "request": "requests",
@@ -88,8 +90,10 @@ def encode(pass_: Pass, metadata: TraceMetadata) -> Group:
         _convert("routing", routing, metadata),
         signals,
     )
-    for finding in check_rows(group, metadata):
-        raise TraceError(str(finding))
+    token_forward = np.repeat(np.arange(pass_.requests.size), pass_.num_tokens)
+    for finding in chain(check_rows(group, metadata), check_forwards(group, token_forward, shape)):
+        if finding.severity == "error":
+            raise TraceError(str(finding))
     return group
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import IntEnum
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,10 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_ids", tuple(int(i) for i in self.layer_ids))
-        if not self.layer_ids or list(self.layer_ids) != sorted(set(self.layer_ids)):
-            raise TraceError(f"layer_ids must be ascending and not empty, found {list(self.layer_ids)}")
+        if not self.layer_ids or list(self.layer_ids) != sorted(set(self.layer_ids)) or self.layer_ids[0] < 0:
+            raise TraceError(f"layer_ids must be ascending from 0 or more and not empty, found {list(self.layer_ids)}")
+        if not 0 < self.gate_scale < inf:
+            raise TraceError(f"gate_scale is {self.gate_scale}, must be a number above 0")
         if not 1 <= self.top_k <= self.num_experts <= 65536:
             raise TraceError(
                 f"top_k {self.top_k} and num_experts {self.num_experts}: need 1 <= top_k <= num_experts <= 65536"

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,7 +16,7 @@ from typing import Self
 import numpy as np
 import pyarrow.parquet as pq
 
-from tracer.checks import check_rows, lay_out
+from tracer.checks import lay_out
 from tracer.files import (
     METADATA_KEY,
     PARQUET_ERRORS,
@@ -30,6 +31,7 @@ from tracer.files import (
 from tracer.rows import decode, encode
 from tracer.schema import Pass, TraceError, TraceMetadata
 from tracer.tables import REQUIRED_TABLES, TABLES, Columns, ContentHash, Group, columns_of, to_arrow
+from tracer.values import check_forwards, check_rows
 
 MAX_GROUP_IDS = 1 << 20  # expert ids of routing and signals in a row group; bounds the memory of a reader
 
@@ -260,17 +262,24 @@ class TraceReader:
         shape = self.metadata.shape
         last_pass = -1
         num_passes = 0
+        requests: set[int] = set()
         with open_groups(self.path, self.metadata, signals=signals) as read:
             for index in range(self._num_groups):
                 group = read(index)
                 layout, findings = lay_out(group, shape, last_pass)
                 if layout is None:
                     raise TraceError(f"{self.path}: {findings[0]}")
-                for finding in check_rows(group, self.metadata):
-                    raise TraceError(f"{self.path}: {finding}")
+                for finding in chain(
+                    check_rows(group, self.metadata), check_forwards(group, layout.token_forward, shape)
+                ):
+                    if finding.severity == "error":
+                        raise TraceError(f"{self.path}: {finding}")
+                requests.update(group.forwards["request"].tolist())
                 last_pass = int(group.forwards["pass_id"][-1])
                 for pass_ in decode(group, layout, shape):
                     num_passes += 1
                     yield pass_
         if num_passes != self.num_passes:
             raise TraceError(f"{self.path}: {num_passes} passes; its metadata says {self.num_passes}")
+        if len(requests) != self.num_requests:
+            raise TraceError(f"{self.path}: {len(requests)} requests; its metadata says {self.num_requests}")
