@@ -1,4 +1,4 @@
-"""How much of its expert sets a trace repeats: activated experts, and overlap by gap, by tokens accepted, across blocks, and its floor."""
+"""Expert sets of a trace: how many a forward activates, and their overlap by gap, by tokens accepted, across blocks, with its floor."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from tracer.schema import ForwardKind, Pass
 
 
 class ForwardSets(NamedTuple):
-    """Activated experts of one request in one denoise forward."""
+    """Activated experts of one request in one decode forward."""
 
     request: int
     block: int
     iteration: int
     num_accepted: int
     activated: NDArray[np.bool_]  # [L, E]
+    kind: ForwardKind = ForwardKind.DENOISE
 
 
 class Pairs(NamedTuple):
@@ -50,16 +51,12 @@ class Pairs(NamedTuple):
         }
 
 
-def denoise_sets(passes: Iterable[Pass], num_experts: int) -> Iterator[ForwardSets]:
-    """Activated sets of every denoise forward, in the order of the trace; other kinds are left out.
-
-    Prefill sees another number of tokens, and idle and commit forwards repeat an input that no longer changes:
-    either would say nothing of how expert sets move while a block is denoised.
-    """
+def decode_sets(passes: Iterable[Pass], num_experts: int) -> Iterator[ForwardSets]:
+    """Activated sets of every decode forward, in the order of the trace; prefill alone is left out."""
     for item in passes:
         stops = np.cumsum(item.num_tokens)
         for row, kind in enumerate(item.kinds):
-            if kind != ForwardKind.DENOISE:
+            if kind == ForwardKind.PREFILL:
                 continue
             ids = item.expert_ids[:, stops[row] - item.num_tokens[row] : stops[row]]
             activated = np.zeros((len(ids), num_experts), np.bool_)
@@ -70,19 +67,35 @@ def denoise_sets(passes: Iterable[Pass], num_experts: int) -> Iterator[ForwardSe
                 int(item.iterations[row]),
                 int(item.num_accepted[row]),
                 activated,
+                ForwardKind(int(kind)),
             )
+
+
+def denoise_sets(passes: Iterable[Pass], num_experts: int) -> Iterator[ForwardSets]:
+    """Activated sets of every denoise forward, in the order of the trace; other kinds are left out.
+
+    Prefill sees another number of tokens, and idle and commit forwards repeat an input that no longer changes:
+    either would say nothing of how expert sets move while a block is denoised.
+    """
+    return (forward for forward in decode_sets(passes, num_experts) if forward.kind == ForwardKind.DENOISE)
+
+
+def activated_counts(forwards: Iterable[ForwardSets]) -> NDArray[np.int64]:
+    """Number of activated experts in each forward and layer, [N, L]; [0, 0] without forwards."""
+    counts = [forward.activated.sum(axis=1) for forward in forwards]
+    return np.array(counts, np.int64) if counts else np.empty((0, 0), np.int64)
 
 
 def activated_per_layer(forwards: Iterable[ForwardSets]) -> NDArray[np.float64]:
     """Mean number of activated experts of each layer, [L]; empty without forwards."""
-    counts = [forward.activated.sum(axis=1) for forward in forwards]
-    return np.mean(counts, axis=0) if counts else np.empty(0)
+    counts = activated_counts(forwards)
+    return counts.mean(axis=0) if counts.size else np.empty(0)
 
 
 def within_blocks(forwards: Iterable[ForwardSets], gap: int = 1) -> Pairs:
     """Each forward with the one `gap` forwards before it in the same request and block; gap 1 is adjacent overlap."""
     pairs = []
-    for of_request in _by_request(forwards):
+    for of_request in by_request(forwards):
         pairs += [
             (earlier, later, _accepted(of_request, i, i + gap))
             for i, (earlier, later) in enumerate(zip(of_request, of_request[gap:], strict=False))
@@ -94,7 +107,7 @@ def within_blocks(forwards: Iterable[ForwardSets], gap: int = 1) -> Pairs:
 def across_blocks(forwards: Iterable[ForwardSets], earlier: Literal["first", "last"] = "last") -> Pairs:
     """The first or last forward of each block with the first forward of the request's next block."""
     pairs = []
-    for of_request in _by_request(forwards):
+    for of_request in by_request(forwards):
         openings = [i for i, f in enumerate(of_request) if i == 0 or of_request[i - 1].block != f.block]
         for opening, following in zip(openings, openings[1:], strict=False):
             i = following - 1 if earlier == "last" else opening
@@ -108,7 +121,7 @@ def between_requests(forwards: Iterable[ForwardSets]) -> Pairs:
     Requests stand in a ring in the order of the trace. The n-th forward of each meets the n-th of the next, counted
     round where that has fewer. Without a second request there are no pairs.
     """
-    requests = _by_request(forwards)
+    requests = by_request(forwards)
     if len(requests) < 2:
         return _compare([])
     return _compare(
@@ -120,7 +133,7 @@ def between_requests(forwards: Iterable[ForwardSets]) -> Pairs:
     )
 
 
-def _by_request(forwards: Iterable[ForwardSets]) -> list[list[ForwardSets]]:
+def by_request(forwards: Iterable[ForwardSets]) -> list[list[ForwardSets]]:
     """Forwards of each request in the order of the trace."""
     requests: dict[int, list[ForwardSets]] = {}
     for forward in forwards:
@@ -137,11 +150,7 @@ def _compare(pairs: list[tuple[ForwardSets, ForwardSets, int]]) -> Pairs:
     """Overlap and Jaccard of each pair; every set holds at least the experts of one token."""
     if not pairs:
         return Pairs(np.empty((0, 0)), np.empty((0, 0)), np.empty(0, np.int64))
-    earlier = np.stack([pair[0].activated for pair in pairs])  # [N, L, E]
-    later = np.stack([pair[1].activated for pair in pairs])  # [N, L, E]
-    shared = (earlier & later).sum(axis=2)
-    return Pairs(
-        shared / earlier.sum(axis=2),
-        shared / (earlier | later).sum(axis=2),
-        np.array([pair[2] for pair in pairs], np.int64),
-    )
+    shared = np.array([(a.activated & b.activated).sum(axis=1) for a, b, _ in pairs])  # [N, L]
+    either = np.array([(a.activated | b.activated).sum(axis=1) for a, b, _ in pairs])
+    earlier = np.array([a.activated.sum(axis=1) for a, _, _ in pairs])
+    return Pairs(shared / earlier, shared / either, np.array([pair[2] for pair in pairs], np.int64))

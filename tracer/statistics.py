@@ -1,0 +1,190 @@
+"""Every statistic that a model card gives of one trace, in one record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count, pairwise, takewhile
+
+from tracer.locality import (
+    ForwardSets,
+    Pairs,
+    across_blocks,
+    activated_counts,
+    between_requests,
+    decode_sets,
+    within_blocks,
+)
+from tracer.locality_reuse import hottest_share, layer_heat, reuse_distances, working_sets
+from tracer.locality_routes import TokenState, cosines, routes, stability
+from tracer.schema import ForwardKind, ModelShape, TraceError, TraceMetadata
+from tracer.shipped import find_trace
+from tracer.store import TraceReader
+
+WINDOWS = (1, 2, 4, 8, 16, 32, 64)
+SLOTS = (10, 20, 40, 60, 80, 100, 128, 160, 200)
+
+
+@dataclass(frozen=True)
+class Activated:
+    """Activated experts of one layer in denoise forwards."""
+
+    layer_id: int  # true number of the layer
+    mean: float
+    spread: float  # standard deviation over forwards
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Mean over pairs of forwards and over layers; null without pairs."""
+
+    num_pairs: int
+    overlap: float | None  # |earlier & later| / |earlier|
+    jaccard: float | None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Share of its experts that a token keeps from a denoise forward to the next, mean over tokens and layers."""
+
+    state: str  # masked, accepted or decoded, in between
+    low: float  # confidence of the earlier forward, from
+    high: float  # to
+    num_tokens: int
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What one trace says of its model's routing; dictionaries are by what their comment names."""
+
+    trace: str
+    source: str
+    content_hash: str
+    hidden: int
+    num_layers: int
+    num_experts: int
+    top_k: int
+    training_minutes: float | None
+    block_length: int | None
+    threshold: float | None
+    num_requests: int
+    num_decode_forwards: int  # a forward is one request in one pass
+    num_denoise_forwards: int
+    num_accepted: int  # in decode forwards
+    activated: tuple[Activated, ...]  # a layer each
+    overlap_by_layer: tuple[float, ...]  # adjacent
+    by_gap: dict[int, Overlap]  # forwards between, within a block; 1 is adjacent
+    by_accepted: dict[int, Overlap]  # tokens accepted between adjacent forwards
+    after_last: Overlap  # the last forward of a block with the first of the next
+    after_first: Overlap  # the first forward of a block with the first of the next
+    floor: Overlap  # between unrelated requests
+    cos_router_input: float | None
+    cos_layer_output: float | None
+    kept: tuple[Kept, ...]
+    working_sets: dict[int, float]  # distinct experts in so many successive decode forwards, mean over layers
+    lru_hits: dict[int, tuple[float, float]]  # slots of a layer: lowest and highest hit ratio
+    hottest_share: float  # of activations, by the hottest tenth of a layer's experts, mean over layers
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Accepted positions by decode forwards."""
+        return self.num_accepted / self.num_decode_forwards
+
+    @property
+    def tokens_per_denoise(self) -> float:
+        """Accepted positions by denoise forwards."""
+        return self.num_accepted / self.num_denoise_forwards
+
+    @property
+    def mean_activated(self) -> float:
+        """Activated experts, mean over denoise forwards and layers."""
+        return sum(layer.mean for layer in self.activated) / len(self.activated)
+
+
+def statistics_of(name_or_path: str) -> Statistics:
+    """Measure a shipped trace or any other, reading it a few times, each time in a stream.
+
+    Raises:
+        TraceError: there is no such trace, or it is damaged.
+    """
+    path = find_trace(name_or_path)
+    return measure(TraceReader(path), path.name.removesuffix(".trace"))
+
+
+def measure(reader: TraceReader, name: str) -> Statistics:
+    """Measure a trace, which is read four times.
+
+    Raises:
+        TraceError: the trace is damaged, or has no denoise forwards.
+    """
+    metadata, shape = reader.metadata, reader.metadata.shape
+    decode = list(decode_sets(reader, shape.num_experts))
+    denoise = [forward for forward in decode if forward.kind == ForwardKind.DENOISE]
+    if not denoise:
+        raise TraceError(f"{reader.path}: no denoise forwards; needs one or more")
+    counts, adjacent = activated_counts(denoise), within_blocks(denoise)
+    cosine = cosines(reader)
+    return Statistics(
+        trace=name,
+        source=metadata.source,
+        content_hash=metadata.content_hash,
+        hidden=shape.hidden,
+        num_layers=shape.num_layers,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        training_minutes=training_minutes(metadata),
+        block_length=metadata.decode.get("block_length"),
+        threshold=metadata.decode.get("threshold"),
+        num_requests=reader.num_requests,
+        num_decode_forwards=len(decode),
+        num_denoise_forwards=len(denoise),
+        num_accepted=sum(forward.num_accepted for forward in decode),
+        activated=tuple(
+            Activated(layer_id, float(column.mean()), float(column.std()))
+            for layer_id, column in zip(shape.layer_ids, counts.T, strict=True)
+        ),
+        overlap_by_layer=tuple(adjacent.overlap.mean(axis=0).tolist()) if adjacent.overlap.size else (),
+        by_gap=_by_gap(denoise),
+        by_accepted={num: _overlap(pairs) for num, pairs in adjacent.by_accepted().items()},
+        after_last=_overlap(across_blocks(denoise, "last")),
+        after_first=_overlap(across_blocks(denoise, "first")),
+        floor=_overlap(between_requests(denoise)),
+        cos_router_input=float(cosine.router_input.mean()) if cosine.router_input.size else None,
+        cos_layer_output=float(cosine.layer_output.mean()) if cosine.layer_output.size else None,
+        kept=_kept(reader, shape),
+        working_sets={
+            window: float(sizes.mean()) for window in WINDOWS if (sizes := working_sets(decode, window)).size
+        },
+        lru_hits=_lru_hits(reader, shape),
+        hottest_share=float(hottest_share(layer_heat(decode)).mean()),
+    )
+
+
+def training_minutes(metadata: TraceMetadata) -> float | None:
+    """Minutes that the traced model was trained for; None where that is not recorded."""
+    return metadata.details.get("training", {}).get("minutes")
+
+
+def _overlap(pairs: Pairs) -> Overlap:
+    return Overlap(len(pairs.num_accepted), pairs.mean_overlap, pairs.mean_jaccard)
+
+
+def _by_gap(denoise: list[ForwardSets]) -> dict[int, Overlap]:
+    """Of every gap that there are pairs of."""
+    gaps = ((gap, _overlap(within_blocks(denoise, gap))) for gap in count(1))
+    return dict(takewhile(lambda item: item[1].num_pairs, gaps))
+
+
+def _kept(reader: TraceReader, shape: ModelShape) -> tuple[Kept, ...]:
+    found = stability(routes(reader), shape.num_layers, shape.top_k)
+    return tuple(
+        Kept(state.name.lower(), low, high, num_tokens, found.kept_ratio([state], low, high))
+        for state in TokenState
+        for low, high in pairwise(found.edges.tolist())
+        if (num_tokens := found.num_tokens([state], low, high))
+    )
+
+
+def _lru_hits(reader: TraceReader, shape: ModelShape) -> dict[int, tuple[float, float]]:
+    low, high = reuse_distances(reader, shape.num_experts).lru_hits()
+    return {slots: (float(low[slots]), float(high[slots])) for slots in SLOTS if slots <= shape.num_experts}
