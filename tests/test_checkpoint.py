@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import re
 from hashlib import sha256
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from llada2_models import FLASH, MINI, config, tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tracer import checkpoint
 from tracer.checkpoint import (
     CONFIG_NAME,
     INDEX_NAME,
@@ -421,4 +423,57 @@ def test_wrong_dtype(saved):
     fails(
         directory,
         f"{shard}: {EXPERT} is stored as torch.int8, allowed are torch.bfloat16, torch.float16, torch.float32",
+    )
+
+
+@pytest.mark.parametrize("name", [EXPERT, BIAS, "model.word_embeddings.weight"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_value_that_is_no_number(saved, name, value):
+    directory, model = saved
+    tensor = torch.zeros(tensor_shapes(model.config)[name], dtype=torch.float32)
+    tensor[-1] = float(value)
+    replace_tensor(directory, name, tensor)
+    shard = read_index(directory)[name]
+    fails(directory, f"{shard}: {name} holds {value}, allowed are finite numbers")
+
+
+def test_a_value_beyond_the_asked_dtype(saved):
+    directory, model = saved
+    tensor = torch.full(tensor_shapes(model.config)[EXPERT], -70_000.0)
+    replace_tensor(directory, EXPERT, tensor)
+    load(directory, dtype=torch.bfloat16)
+    shard = read_index(directory)[EXPERT]
+    fails(
+        directory,
+        f"{shard}: {EXPERT} holds -70000, which torch.float16 cannot hold",
+        lambda directory: load(directory, dtype=torch.float16),
+    )
+    bias = torch.full(tensor_shapes(model.config)[BIAS], 1e38)
+    replace_tensor(directory, EXPERT, torch.zeros_like(tensor))
+    replace_tensor(directory, BIAS, bias)
+    load(directory, dtype=torch.float16)  # biases keep what is stored
+    with pytest.raises(TraceError, match=r"holds 1e\+38, which torch.float16 cannot hold"):
+        load(directory, expert_bias_dtype=torch.float16)
+
+
+def test_a_model_that_does_not_fit_into_memory(saved, monkeypatch):
+    directory, _ = saved
+    monkeypatch.setattr(checkpoint, "_room", lambda device: 100_000)
+    with pytest.raises(TraceError) as error:
+        load(directory, dtype=torch.float32)
+    assert re.fullmatch(
+        rf"{re.escape(str(directory))}: the model takes \d+\.\d GB in torch.float32, cpu has 0\.0 GB", str(error.value)
+    )
+
+
+def test_a_model_that_the_allocator_refuses(saved, monkeypatch):
+    directory, _ = saved
+
+    def full(self, *, device):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] can't allocate memory\nException raised from ...")
+
+    monkeypatch.setattr(torch.nn.Module, "to_empty", full)
+    fails(
+        directory,
+        f"{directory}: no memory for the model on cpu: [enforce fail at alloc_cpu.cpp:127] can't allocate memory",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -117,15 +118,24 @@ def load(
             released code does, changes the experts of some tokens.
 
     Raises:
-        TraceError: A shard or tensor is missing or damaged, or has a wrong shape or dtype.
+        TraceError: A shard or tensor is missing or damaged, has a wrong shape or dtype, or holds what is not finite;
+            or the model does not fit into memory.
     """
     config = read_config(directory)
     index = read_index(directory)
     _require_files(index.values())
     shapes = tensor_shapes(config)
+    num_bytes, room = sum(map(math.prod, shapes.values())) * dtype.itemsize, _room(torch.device(device))
+    if num_bytes > room:
+        raise TraceError(
+            f"{directory}: the model takes {num_bytes / 1e9:.1f} GB in {dtype}, {device} has {room / 1e9:.1f} GB"
+        )
     with torch.device("meta"):
-        model = LLaDA2(config)
-    model = model.to(dtype).to_empty(device=device)
+        model = LLaDA2(config).to(dtype)
+    try:
+        model = model.to_empty(device=device)
+    except RuntimeError as error:  # the allocators' word
+        raise TraceError(f"{directory}: no memory for the model on {device}: {str(error).splitlines()[0]}") from error
     targets = dict(_tensors(model))
     gates = {f"model.layers.{layer_id}.mlp.gate.expert_bias": mlp.gate for layer_id, mlp in model.moe_layers()}
     names_of: dict[Path, list[str]] = defaultdict(list)
@@ -134,8 +144,11 @@ def load(
     for path, names in names_of.items():
         for name, stored in _read_shard(path, {name: shapes[name] for name in names}):
             if name in gates:
-                gates[name].expert_bias = stored.to(device, expert_bias_dtype or stored.dtype)
+                bias_dtype = expert_bias_dtype or stored.dtype
+                _require_finite(path, name, stored, bias_dtype)
+                gates[name].expert_bias = stored.to(device, bias_dtype)
             else:
+                _require_finite(path, name, stored, dtype)
                 targets[name].copy_(stored)
     return model
 
@@ -258,6 +271,24 @@ def _read_shard(path: Path, shapes: dict[str, tuple[int, ...]]) -> Iterator[tupl
                 yield name, stored
     except SafetensorError as error:
         raise TraceError(f"{path}: cannot be read as a shard: {error}") from None
+
+
+def _require_finite(path: Path, name: str, stored: Tensor, dtype: torch.dtype) -> None:
+    """Refuse NaN and infinity, and values that become infinite in the dtype of the model."""
+    for extreme in torch.aminmax(stored):  # both are NaN where one value is, and much quicker than isfinite
+        if not extreme.isfinite():
+            raise TraceError(f"{path}: {name} holds {extreme.item():g}, allowed are finite numbers")
+        if not extreme.to(dtype).isfinite():
+            raise TraceError(f"{path}: {name} holds {extreme.item():g}, which {dtype} cannot hold")
+
+
+def _room(device: torch.device) -> float:
+    """Bytes that a model on this device can take at most: all memory, which others may use too."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return math.inf
 
 
 def _saved_dtype(name: str) -> torch.dtype:
