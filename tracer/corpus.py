@@ -18,11 +18,11 @@ from tracer.sources import (
     LIBRARY,
     Pieces,
     code_pieces,
+    docstrings,
     library_files,
     package_files,
     parse,
     passages,
-    prose_pieces,
     read_pieces,
 )
 
@@ -223,8 +223,9 @@ def _library_code(split: str) -> Iterator[Document]:
 def _library_prose(split: str) -> Iterator[Document]:
     """Yield docstrings of the standard library and the language's help topics."""
     for key, _, tree in _library(split):
-        for passage in prose_pieces(tree):
-            yield from _prose(key, passage, _PROSE_PROMPT_WORDS, LIBRARY)
+        for text in docstrings(tree):
+            for passage in passages(text):
+                yield from _prose(key, passage, _PROSE_PROMPT_WORDS, LIBRARY)
     for name, passage in _topics():
         if split_of(f"topic:{name}") == split:
             yield from _prose(f"topic:{name}", passage, _PROSE_PROMPT_WORDS, LIBRARY)

@@ -36,6 +36,7 @@ _MAX_PROCESSES = 16
 _CODE_LINES = range(4, 61)
 _DOCSTRING_LINES = 12
 _PROSE_CHARACTERS = range(120, 1500)
+_MIN_LETTER_RATIO = 0.8  # of what is not white space; tables, formulas and code have less
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -163,11 +164,16 @@ def code_pieces(lines: Sequence[str], tree: ast.Module, max_docstring_lines: int
         yield source[:cut], source[cut:]
 
 
-def prose_pieces(tree: ast.Module) -> Iterator[str]:
-    """Yield the passages of each docstring of a file."""
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    """Yield each docstring of a file."""
     for node in ast.walk(tree):
         if isinstance(node, (*_DEFINITIONS, ast.Module)) and (found := ast.get_docstring(node)):
-            yield from passages(found)
+            yield found
+
+
+def plain_paragraphs(text: str) -> str:
+    """Leave out the paragraphs that are not prose: interactive sessions, tables, formulas, lines under headings."""
+    return "\n\n".join(filter(_is_plain, text.split("\n\n")))
 
 
 def passages(text: str) -> Iterator[str]:
@@ -209,7 +215,8 @@ def _pieces_of(file: SourceFile) -> Pieces:
             return Pieces(file, [], [])
         text, tree = parsed
         code = list(code_pieces(text.split("\n"), tree, _DOCSTRING_LINES))
-        return Pieces(file, code, [passage for passage in prose_pieces(tree) if _is_whole_text(passage)])
+        prose = [passage for text in docstrings(tree) for passage in passages(plain_paragraphs(text))]
+        return Pieces(file, code, prose)
 
 
 def _first_paragraph(lines: Sequence[str]) -> Sequence[str]:
@@ -222,13 +229,11 @@ def _first_paragraph(lines: Sequence[str]) -> Sequence[str]:
     return lines if end is None else [*lines[: end - 1], lines[end - 1].rstrip() + quotes.group(1)]
 
 
-def _is_whole_text(text: str) -> bool:
-    """Whether a text has no half characters (lone surrogates), which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _is_plain(paragraph: str) -> bool:
+    solid = "".join(paragraph.split())
+    num_letters = sum(character.isalpha() for character in solid)
+    is_half = any("\ud800" <= character <= "\udfff" for character in solid)  # lone surrogates, which no tokenizer takes
+    return ">>>" not in solid and not is_half and num_letters >= max(1, _MIN_LETTER_RATIO * len(solid))
 
 
 def _parses(source: str) -> bool:
