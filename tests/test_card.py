@@ -47,7 +47,9 @@ def test_statistics_agree_with_the_functions_behind_them(tiny):
     assert sum(group.num_pairs for group in tiny.by_accepted.values()) == tiny.by_gap[1].num_pairs
     assert sum(kept.num_tokens for kept in tiny.kept) == 16 * tiny.by_gap[1].num_pairs
     assert tiny.tokens_per_denoise == pytest.approx(tiny.num_accepted / len(denoise))
-    assert list(tiny.lru_hits) == [10, 20, 40, 60]  # of 64 experts
+    assert len(tiny.lru_lowest) == len(tiny.lru_highest) == 65  # 0 to 64 slots
+    assert len(tiny.cos_router_input) == len(tiny.cos_layer_output) == 3
+    assert list(tiny.sorted_heat) == sorted(tiny.sorted_heat, reverse=True)
 
 
 def test_a_card_names_source_and_paper(tiny):

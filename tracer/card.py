@@ -15,6 +15,7 @@ from tracer.statistics import Overlap, Statistics, statistics_of
 
 PAPER = "OLED-MoE, LLaDA2.0"  # sections 3.1, 3.3 and 5.2, at block length 16; mini and flash
 _NONE = "—"
+_SLOTS = (40, 100)  # the paper's cache sizes
 _ACCEPTED = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 8), (9, 16), (17, 32), (33, 64))
 _CONFIDENCE = ((0.0, 0.5), (0.5, 0.9), (0.9, 0.99), (0.99, 1.0))
 _STATES = {
@@ -34,7 +35,7 @@ def _summary(traces: Sequence[Statistics]) -> str:
     def row(heading: str, cell: Callable[[Statistics], str], paper: str = "") -> Row:
         return heading, [cell(trace) for trace in traces], paper
 
-    slots = [num for num in (40, 100) if any(num in trace.lru_hits for trace in traces)]
+    slots = [num for num in _SLOTS if any(num <= trace.num_experts for trace in traces)]
     return _table(
         traces,
         "",
@@ -57,14 +58,14 @@ def _summary(traces: Sequence[Statistics]) -> str:
             row("overlap, last forward to next block", lambda t: _overlap(t.after_last), "more than 0.65"),
             row("overlap, first forward to next block", lambda t: _overlap(t.after_first)),
             row("overlap between unrelated requests", lambda t: _overlap(t.floor)),
-            row("cosine of router inputs", lambda t: _ratio(t.cos_router_input), "hidden states: reaching 0.98"),
-            row("cosine of layer outputs", lambda t: _ratio(t.cos_layer_output)),
+            row("cosine of router inputs", lambda t: _ratio(_mean(t.cos_router_input)), "hidden states: reaching 0.98"),
+            row("cosine of layer outputs", lambda t: _ratio(_mean(t.cos_layer_output))),
             *(
                 row(f"working set of {window} forwards", lambda t, w=window: _count(t.working_sets.get(w)))
                 for window in (4, 16, 64)
                 if any(window in trace.working_sets for trace in traces)
             ),
-            *(row(f"LRU hit ratio, {num} slots", lambda t, num=num: _range(t.lru_hits.get(num))) for num in slots),
+            *(row(f"LRU hit ratio, {num} slots", lambda t, num=num: _lru(t, num)) for num in slots),
             row("activations of the hottest tenth", lambda t: _ratio(t.hottest_share)),
         ],
     )
@@ -186,8 +187,14 @@ def _overlap(overlap: Overlap | None, with_pairs: bool = False) -> str:
     return f"{overlap.overlap:.3f}" + (f" ({overlap.num_pairs:,})" if with_pairs else "")
 
 
-def _range(ends: tuple[float, float] | None) -> str:
-    return _NONE if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
+def _lru(trace: Statistics, slots: int) -> str:
+    if slots > trace.num_experts:
+        return _NONE
+    return f"{trace.lru_lowest[slots]:.2f} to {trace.lru_highest[slots]:.2f}"
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _ratio(value: float | None) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import count, pairwise, takewhile
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tracer.locality import (
     ForwardSets,
     Pairs,
@@ -21,7 +24,6 @@ from tracer.shipped import find_trace
 from tracer.store import TraceReader
 
 WINDOWS = (1, 2, 4, 8, 16, 32, 64)
-SLOTS = (10, 20, 40, 60, 80, 100, 128, 160, 200)
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,17 @@ class Statistics:
     after_last: Overlap  # the last forward of a block with the first of the next
     after_first: Overlap  # the first forward of a block with the first of the next
     floor: Overlap  # between unrelated requests
-    cos_router_input: float | None
-    cos_layer_output: float | None
+    cos_router_input: tuple[float, ...]  # of adjacent forwards, a layer each; none where none was recorded
+    cos_layer_output: tuple[float, ...]
     kept: tuple[Kept, ...]
     working_sets: dict[int, float]  # distinct experts in so many successive decode forwards, mean over layers
-    lru_hits: dict[int, tuple[float, float]]  # slots of a layer: lowest and highest hit ratio
+    lru_lowest: tuple[float, ...]  # hit ratio of LRU caches of 0, 1, ... slots for each layer, at least
+    lru_highest: tuple[
+        float, ...
+    ]  # at most; in between, it depends on the order in which a forward touches its experts
+    sorted_heat: tuple[
+        float, ...
+    ]  # share of forwards that activate the hottest, the next, ... expert, mean over layers
     hottest_share: float  # of activations, by the hottest tenth of a layer's experts, mean over layers
 
     @property
@@ -123,7 +131,8 @@ def measure(reader: TraceReader, name: str) -> Statistics:
     if not denoise:
         raise TraceError(f"{reader.path}: no denoise forwards; needs one or more")
     counts, adjacent = activated_counts(denoise), within_blocks(denoise)
-    cosine = cosines(reader)
+    cosine, heat = cosines(reader), layer_heat(decode)
+    lowest, highest = reuse_distances(reader, shape.num_experts).lru_hits()
     return Statistics(
         trace=name,
         source=metadata.source,
@@ -143,26 +152,33 @@ def measure(reader: TraceReader, name: str) -> Statistics:
             Activated(layer_id, float(column.mean()), float(column.std()))
             for layer_id, column in zip(shape.layer_ids, counts.T, strict=True)
         ),
-        overlap_by_layer=tuple(adjacent.overlap.mean(axis=0).tolist()) if adjacent.overlap.size else (),
+        overlap_by_layer=_by_layer(adjacent.overlap),
         by_gap=_by_gap(denoise),
         by_accepted={num: _overlap(pairs) for num, pairs in adjacent.by_accepted().items()},
         after_last=_overlap(across_blocks(denoise, "last")),
         after_first=_overlap(across_blocks(denoise, "first")),
         floor=_overlap(between_requests(denoise)),
-        cos_router_input=float(cosine.router_input.mean()) if cosine.router_input.size else None,
-        cos_layer_output=float(cosine.layer_output.mean()) if cosine.layer_output.size else None,
+        cos_router_input=_by_layer(cosine.router_input),
+        cos_layer_output=_by_layer(cosine.layer_output),
         kept=_kept(reader, shape),
         working_sets={
             window: float(sizes.mean()) for window in WINDOWS if (sizes := working_sets(decode, window)).size
         },
-        lru_hits=_lru_hits(reader, shape),
-        hottest_share=float(hottest_share(layer_heat(decode)).mean()),
+        lru_lowest=tuple(lowest.tolist()),
+        lru_highest=tuple(highest.tolist()),
+        sorted_heat=tuple((-np.sort(-heat, axis=1)).mean(axis=0).tolist()),
+        hottest_share=float(hottest_share(heat).mean()),
     )
 
 
 def training_minutes(metadata: TraceMetadata) -> float | None:
     """Minutes that the traced model was trained for; None where that is not recorded."""
     return metadata.details.get("training", {}).get("minutes")
+
+
+def _by_layer(values: NDArray[np.float64]) -> tuple[float, ...]:
+    """Mean of each layer over forwards or pairs, [N, L]; empty without any."""
+    return tuple(values.mean(axis=0).tolist()) if values.size else ()
 
 
 def _overlap(pairs: Pairs) -> Overlap:
@@ -183,8 +199,3 @@ def _kept(reader: TraceReader, shape: ModelShape) -> tuple[Kept, ...]:
         for low, high in pairwise(found.edges.tolist())
         if (num_tokens := found.num_tokens([state], low, high))
     )
-
-
-def _lru_hits(reader: TraceReader, shape: ModelShape) -> dict[int, tuple[float, float]]:
-    low, high = reuse_distances(reader, shape.num_experts).lru_hits()
-    return {slots: (float(low[slots]), float(high[slots])) for slots in SLOTS if slots <= shape.num_experts}
