@@ -17,6 +17,7 @@ from policies.priority import CONFIDENCE, ORDER, SIGNALS
 from tracer.schema import ForwardKind, ModelShape, Pass
 
 CONF_MODES = ("lag1", "end_iter", "same_iter_oracle")
+MOST_TOKENS = 65536  # of a forward, for which room is made beforehand
 
 
 @dataclass
@@ -108,9 +109,10 @@ class Knobs(DispatchKnobs):
             raise PolicyError(f"conf_flip_scale is {self.conf_flip_scale}: must be a number of at least 0")
         if not 0 < self.ema <= 1:
             raise PolicyError(f"ema is {self.ema}: must be above 0 and at most 1")
-        for name in ("resize_every", "end_iter_tokens"):
-            if getattr(self, name) < 1:
-                raise PolicyError(f"{name} is {getattr(self, name)}: must be at least 1")
+        if self.resize_every < 1:
+            raise PolicyError(f"resize_every is {self.resize_every}: must be at least 1")
+        if not 1 <= self.end_iter_tokens <= MOST_TOKENS:
+            raise PolicyError(f"end_iter_tokens is {self.end_iter_tokens}: must be 1 to {MOST_TOKENS}")
 
     @property
     def reads_trace(self) -> bool:

@@ -10,9 +10,10 @@ from typing import Any
 from policies import full, ideal_free, ideal_min, lfu, lru, oled, ondemand, prev_set
 from policies.contract import Context, Policy, PolicyError
 from policies.knobs import variant_of
+from tracer.records import make_record
 from tracer.schema import choices
 
-LARGEST_KNOB = 10**15  # whole numbers: compiled code counts in 64 bits, and adds them up
+LARGEST_KNOB = 10**15  # compiled code counts in 64 bits, and adds knobs up
 
 # Each module has a dataclass Knobs and a function build(knobs, context) -> Policy. Its NamedTuples must differ from those
 # of other modules in name or in field types: numba dispatches calls from Python by these, and would do so slowly.
@@ -40,18 +41,19 @@ def build_policy(name: str, knobs: Mapping[str, Any] | object, context: Context)
         PolicyError: the name, a knob or its value is not allowed, or the context lacks what the policy needs.
     """
     module = policy_module(name)
-    if isinstance(knobs, Mapping):
-        allowed = [field.name for field in fields(module.Knobs)]
-        for key in knobs:
-            if key not in allowed:
-                raise PolicyError(f"{name} has no knob {key!r}; {choices(key, allowed)}")
-        knobs = module.Knobs(**knobs)
-    elif not isinstance(knobs, module.Knobs):
+    if isinstance(knobs, module.Knobs):
+        knobs = vars(knobs)
+    if not isinstance(knobs, Mapping):
         raise PolicyError(f"{name} was given {type(knobs).__name__}, needs its own Knobs or a mapping")
-    for key, value in vars(knobs).items():
-        if isinstance(value, int) and abs(value) > LARGEST_KNOB:
+    allowed = [field.name for field in fields(module.Knobs)]
+    for key in knobs:
+        if key not in allowed:
+            raise PolicyError(f"{name} has no knob {key!r}; {choices(str(key), allowed)}")
+    made = make_record(module.Knobs, knobs, name, PolicyError)
+    for key, value in vars(made).items():
+        if isinstance(value, (int, float)) and not abs(value) <= LARGEST_KNOB:
             raise PolicyError(f"{key} is {value:g}, must be within {LARGEST_KNOB:g}")
-    return replace(module.build(knobs, replace(context, policy=name)), variant=variant_of(knobs))
+    return replace(module.build(made, replace(context, policy=name)), variant=variant_of(made))
 
 
 def policy_module(name: str) -> ModuleType:
@@ -60,6 +62,6 @@ def policy_module(name: str) -> ModuleType:
     Raises:
         PolicyError: there is no such policy.
     """
-    if name not in POLICIES:
-        raise PolicyError(f"no policy {name!r}; {choices(name, POLICIES)}")
+    if not isinstance(name, str) or name not in POLICIES:
+        raise PolicyError(f"no policy {name!r}; {choices(str(name), POLICIES)}")
     return POLICIES[name]

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
     "conf": set(),
     "tracer": {"tracer"},
-    "policies": {"policies", "tracer.schema"},
+    "policies": {"policies", "tracer.schema", "tracer.records"},
     "simulator": {"simulator", "policies", "tracer.schema"},
     "replay": {"replay", "policies", "tracer"},
     "experiments": {"experiments", "simulator", "replay", "policies", "tracer", "conf"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from numbers import Real
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -13,15 +14,19 @@ from tracer.schema import TraceError, choices
 
 Record = TypeVar("Record")
 
+LARGEST_INT = 10**300  # what has a float
+
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        TraceError: it is not UTF-8, not JSON, or not an object.
+        TraceError: it cannot be read, is not UTF-8, not JSON, or not an object.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: is not JSON: {error}") from None
     if not isinstance(values, dict):
@@ -80,9 +85,11 @@ def _converted(value: Any, hint: Any, where: str, error: type[ValueError]) -> An
         if not isinstance(value, Mapping):
             raise error(f"{where} is {value!r}, must hold keys and values")
         return {str(key): _converted(item, arguments[1], f"{where}.{key}", error) for key, item in value.items()}
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        raise error(f"{where} is {value}, must be within {LARGEST_INT:g}")
     if hint is float and is_number:
-        return value
+        return value if isinstance(value, (int, float)) else float(value)
     if hint is int and is_number and float(value).is_integer():
         return int(value)
     if hint is bool and isinstance(value, bool):
