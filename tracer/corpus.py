@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import pydoc_data.topics
+import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any
 
 from tracer.problems import TEMPLATES, problems
@@ -44,8 +45,8 @@ class Document:
     key: str
     prompt: str
     completion: str
-    answer: int | None = None  # arithmetic only
-    num_operations: int = 0  # arithmetic only
+    answer: int | None = None  # arithmetic only: of the first problem
+    num_operations: int = 0  # likewise
     package: str = ""  # code and prose only
 
     @property
@@ -60,7 +61,9 @@ def split_of(key: str) -> str:
     return next(name for name, shares in SPLITS.items() if share in shares)
 
 
-def documents(workload: str, split: str = "train", seed: int = 0, packages: tuple[str, ...] = ()) -> Iterator[Document]:
+def documents(
+    workload: str, split: str = "train", seed: int = 0, packages: tuple[str, ...] = (), max_problems: int = 1
+) -> Iterator[Document]:
     """Yield the documents of one workload and split: arithmetic without end, the others once, in a fixed order.
 
     With packages, code and prose are those of the standard library and of these packages (`sources.package_files` says
@@ -73,6 +76,8 @@ def documents(workload: str, split: str = "train", seed: int = 0, packages: tupl
         split: one of SPLITS.
         seed: of arithmetic; the others have none.
         packages: names of installed top-level packages. Nothing is imported from them.
+        max_problems: an arithmetic document holds from one to so many problems, all of the split, and then their
+            solutions.
 
     Raises:
         TraceError: unknown workload or split, a package that is not installed or has no sources, or a Python without
@@ -83,26 +88,31 @@ def documents(workload: str, split: str = "train", seed: int = 0, packages: tupl
     if workload not in WORKLOADS:
         raise TraceError(f"workload {workload!r}: allowed are {', '.join(WORKLOADS)}")
     if workload == "arithmetic":
-        return (document for document in _arithmetic(seed) if split_of(document.key) == split)
+        return _arithmetic(split, seed, 1, max_problems)
     if packages:
         return iter(_mixed(packages).documents[workload, split])
     return _library_code(split) if workload == "code" else _library_prose(split)
 
 
-def prompts(workload: str, n: int, split: str = "heldout", packages: tuple[str, ...] = ()) -> list[Document]:
+def prompts(
+    workload: str, n: int, split: str = "heldout", packages: tuple[str, ...] = (), num_problems: int = 1
+) -> list[Document]:
     """Return n documents with distinct prompts that no training sees; always the same ones.
 
     With packages, those of code and prose are drawn from four classes of length in turn, from 50 to 560 characters
     (about 16 to 190 tokens), and within a class from the package that has been drawn least; each continues for 300
-    characters or more in its source, and code has a docstring. Fewer are the first of more.
+    characters or more in its source, and code has a docstring. Those of arithmetic hold `num_problems` problems. Fewer
+    are the first of more.
 
     Raises:
         TraceError: `split` is the training split, or holds fewer than n documents; or as `documents` does.
     """
     if split == "train":
         raise TraceError(f"split 'train' is trained on; allowed are {', '.join(list(SPLITS)[1:])}")
-    found = documents(workload, split, seed=1, packages=packages)
-    if workload != "arithmetic":
+    if workload == "arithmetic":
+        found = _arithmetic(split, 1, num_problems, num_problems)
+    else:
+        found = documents(workload, split, packages=packages)
         # Files come in order of their names, so that the first n would be a few files.
         found = _varied(found) if packages else iter(sorted(found, key=lambda document: _digest(document.text)))
     by_prompt: dict[str, Document] = {}
@@ -206,11 +216,15 @@ def _varied(found: Iterable[Document]) -> Iterator[Document]:
                 del by_package[package]
 
 
-def _arithmetic(seed: int) -> Iterator[Document]:
-    for problem in problems(seed):
-        prompt, completion = f"Question: {problem.question} Answer:", f" {problem.solution}"
-        num_operations = len(TEMPLATES[problem.template][0])
-        yield Document("arithmetic", problem.key, prompt, completion, problem.answer, num_operations)
+def _arithmetic(split: str, seed: int, fewest: int, most: int) -> Iterator[Document]:
+    counts = random.Random(seed)
+    of_split = (problem for problem in problems(seed) if split_of(problem.key) == split)
+    while drawn := list(islice(of_split, counts.randint(fewest, most))):
+        questions = "".join(f"Question: {problem.question} " for problem in drawn)
+        solutions = "".join(f" {problem.solution}" for problem in drawn)
+        key = "|".join(problem.key for problem in drawn)
+        num_operations = len(TEMPLATES[drawn[0].template][0])
+        yield Document("arithmetic", key, f"{questions}Answer:", solutions, drawn[0].answer, num_operations)
 
 
 def _library_code(split: str) -> Iterator[Document]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tracer import checkpoint
-from tracer.corpus import documents, prompts
+from tracer.corpus import documents, prompts, summary
 from tracer.llada2 import LLaDA2
 from tracer.pretrain_batches import Pool, draw_batch, encode_documents, pack
 from tracer.pretrain_configs import BLOCK_LENGTHS, CONFIGS, PretrainConfig, find_config
@@ -41,7 +41,10 @@ def prepare(config: PretrainConfig) -> tuple[Tokenizer, dict[str, Pool]]:
     """Train the tokenizer on a part of the corpus, and pack all of it."""
     corpus = {
         workload: list(
-            islice(documents(workload, seed=config.seed, packages=config.packages), config.num_documents[workload])
+            islice(
+                documents(workload, "train", config.seed, config.packages, config.max_problems),
+                config.num_documents[workload],
+            )
         )
         for workload in config.shares
     }
@@ -122,6 +125,8 @@ def train(
             "steps": num_steps,
             "million_tokens": round(_num_tokens(config, num_steps) / 1e6, 1),
         }
+        if config.packages:
+            training["corpus"] = summary(config.packages)
         save(model, tokenizer, directory / CHECKPOINT, training)
 
     report(f"{config.name}: {model.num_parameters():,} parameters, {start - began:.0f} s of preparation")

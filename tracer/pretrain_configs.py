@@ -42,6 +42,7 @@ class PretrainConfig:
     confidence_weight: float = 0.0  # of the entropy of tokens that are predicted right
     confidence_from: float = 1.0  # share of the time after which that joins the loss
     packages: tuple[str, ...] = ()  # installed ones whose sources join the standard library's
+    max_problems: int = 1  # of an arithmetic document
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -123,13 +124,14 @@ CONFIGS = {
             model=_MODEL_19X256,
             vocab_size=4096,
             shares={"code": 0.45, "prose": 0.3, "arithmetic": 0.25},
-            num_documents={"code": 10_000_000, "prose": 10_000_000, "arithmetic": 150_000},
+            num_documents={"code": 10_000_000, "prose": 10_000_000, "arithmetic": 100_000},
             context=384,
             batch_size=96,
             learning_rate=1e-3,
             bias_rate=1e-3,
             confidence_weight=1.5,
             confidence_from=0.6,
+            max_problems=6,
             packages=(
                 "torch",
                 "transformers",
