@@ -396,10 +396,23 @@ def test_answers_in_one_batch_are_those_of_the_decode_loop(shipped, block_length
     _, model, tokenizer = shipped
     texts = [document.prompt for document in prompts("arithmetic", 4, "demo")]
     settings = decode_settings(tokenizer, block_length)
-    one_by_one, speed = answer_each(model, tokenizer, texts, settings)
-    together, speed_together = answer_together(model, tokenizer, texts, settings)
-    assert together == one_by_one
-    assert speed_together == pytest.approx(speed)
+    one_by_one = answer_each(model, tokenizer, texts, settings)
+    together = answer_together(model, tokenizer, texts, settings)
+    assert together.texts == one_by_one.texts
+    assert together.is_ended == one_by_one.is_ended == [True] * 4
+    assert together.tokens_per_denoise == pytest.approx(one_by_one.tokens_per_denoise)
+
+
+def test_a_text_that_the_limit_cuts_off_has_not_ended(shipped):
+    _, model, tokenizer = shipped
+    chosen = sorted((document.prompt for document in prompts("arithmetic", 12, "demo")), key=len)
+    texts = [chosen[0], chosen[-1]]
+    for answer in (answer_each, answer_together):
+        whole = answer(model, tokenizer, texts, decode_settings(tokenizer, 8))
+        found = answer(model, tokenizer, texts, decode_settings(tokenizer, 8, gen_length=10))
+        assert found.is_ended == [False, False]
+        assert all(long.startswith(short) for long, short in zip(whole.texts, found.texts, strict=True))
+        assert [len(tokenizer.encode(text)) for text in found.texts] == [10, 10]
 
 
 def test_the_shipped_prompts_are_held_out(shipped):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +18,15 @@ from tracer.problems import OPERATIONS, final_answer
 from tracer.schema import ForwardKind, Pass
 from tracer.tokenizer import Tokenizer
 
-Answers = tuple[list[str], float]  # the texts, and the tokens accepted by a denoising forward of one request
+
+class Answers(NamedTuple):
+    """What a model wrote to some prompts."""
+
+    texts: list[str]  # up to their ends
+    tokens_per_denoise: float  # accepted by a denoising forward of one request
+    is_ended: list[bool]  # whether the text came to its end, and was not cut off by the limit
+
+
 Answer = Callable[[LLaDA2, Tokenizer, Sequence[str], DecodeSettings], Answers]
 
 
@@ -52,7 +61,7 @@ def decode_settings(tokenizer: Tokenizer, block_length: int, gen_length: int = 6
 
 def score(problems: Sequence[Document], answer: Callable[[Sequence[str]], Answers]) -> Score:
     """Have problems answered, and count the answers that are right."""
-    texts, tokens_per_denoise = answer([problem.prompt for problem in problems])
+    texts, tokens_per_denoise, _ = answer([problem.prompt for problem in problems])
     right = [final_answer(text) == problem.answer for text, problem in zip(texts, problems, strict=True)]
     operations = [problem.num_operations for problem in problems]
 
@@ -105,7 +114,8 @@ def answer_each(model: LLaDA2, tokenizer: Tokenizer, texts: Sequence[str], setti
 
     encoded = [tokenizer.encode(text) for text in texts]
     results = trace_prompts(model, encoded, settings, _Discard(), on_forward=count)
-    return [tokenizer.decode(result.generated_ids) for result in results], num_accepted / num_forwards
+    answers = [result.token_ids[result.prompt_length :].tolist() for result in results]
+    return _answers(answers, num_accepted / num_forwards, tokenizer, settings)
 
 
 @torch.inference_mode()
@@ -116,21 +126,23 @@ def answer_together(model: LLaDA2, tokenizer: Tokenizer, texts: Sequence[str], s
     """
     device, length = model.device, settings.block_length
     encoded = [tokenizer.encode(text) for text in texts]
-    num_positions = settings.num_positions(max(map(len, encoded)))
-    ids = torch.full((len(texts), num_positions), settings.mask_id)
+    num_positions = torch.tensor([settings.num_positions(len(prompt_ids)) for prompt_ids in encoded], device=device)
+    ids = torch.full((len(texts), int(num_positions.max())), settings.mask_id)
     for row, prompt_ids in zip(ids, encoded, strict=True):
         row[: len(prompt_ids)] = torch.tensor(prompt_ids)
     ids = ids.to(device)
     is_done = torch.zeros(len(texts), dtype=torch.bool, device=device)
     num_accepted = num_forwards = 0
-    for start in range(0, num_positions, length):
+    for start in range(0, ids.shape[1], length):
         stop = start + length
         block = ids[:, start:stop]  # a view: what is accepted stands in ids at once
+        is_done |= num_positions <= start
         is_active = (block == settings.mask_id).any(1) & ~is_done
         was_active = is_active
         while is_active.any():
             mask = block_causal_mask(stop, length, device)
-            logits = model(ids[:, :stop], torch.arange(stop, device=device), mask=mask)[:, start:]
+            hidden = model.hidden_states(ids[:, :stop], torch.arange(stop, device=device), mask=mask)
+            logits = model.head(hidden[:, start:])
             logits[..., settings.mask_id] = -torch.inf
             confidence, best = logits.softmax(-1).max(-1)
             eligible = (block == settings.mask_id) & is_active[:, None]
@@ -143,8 +155,14 @@ def answer_together(model: LLaDA2, tokenizer: Tokenizer, texts: Sequence[str], s
         is_done |= was_active & (block == settings.eos_id).any(1)
         if is_done.all():
             break
-    answers = []
-    for row, prompt_ids in zip(ids.tolist(), encoded, strict=True):
-        generated = [i for i in row[len(prompt_ids) :] if i not in (settings.eos_id, settings.mask_id)]
-        answers.append(tokenizer.decode(generated))
-    return answers, num_accepted / num_forwards
+    answers = [row[len(prompt_ids) :] for row, prompt_ids in zip(ids.tolist(), encoded, strict=True)]
+    return _answers(answers, num_accepted / num_forwards, tokenizer, settings)
+
+
+def _answers(
+    answers: list[list[int]], tokens_per_denoise: float, tokenizer: Tokenizer, settings: DecodeSettings
+) -> Answers:
+    """Cut ids at the end of text or at the limit, whichever comes first."""
+    cut = [answer[: settings.gen_length] for answer in answers]
+    texts = [tokenizer.decode(takewhile(lambda i: i != settings.eos_id, answer)) for answer in cut]
+    return Answers(texts, tokens_per_denoise, [settings.eos_id in answer for answer in cut])
