@@ -18,6 +18,11 @@ NON_EXPERT_BYTES = 2  # attention, gate, shared experts and head stay in bfloat1
 # Least values, where 0 is not one
 LEAST = {"h2d_slowdown": 1, "cpu_slowdown": 1, "transfer_chunk": 1, "cpu_workers": 1}
 LARGEST_COUNT = 65536  # of experts in a chunk, and of workers
+LARGEST = 1e30  # of any number: products stay finite
+LARGEST_EXPERT_BYTES = 2**40  # sums over a run stay within 64 bits
+
+# Sizes that every model has; a trace that does not know one says 0, and would be charged too little
+SIZES = ("hidden", "expert_intermediate", "num_heads", "num_kv_heads", "head_dim", "vocab")
 
 
 class ProfileError(ValueError):
@@ -146,9 +151,9 @@ class HardwareProfile:
             if not (least <= value < float("inf") and (value > 0 or not is_rate)):
                 allowed = "above 0" if is_rate else f"of at least {least}"
                 raise ProfileError(f"{key} is {value}, must be a number {allowed}")
-        for key in ("transfer_chunk", "cpu_workers"):
-            if getattr(self, key) > LARGEST_COUNT:
-                raise ProfileError(f"{key} is {getattr(self, key):g}, must be at most {LARGEST_COUNT}")
+            most = LARGEST_COUNT if name in ("transfer_chunk", "cpu_workers") else LARGEST
+            if value > most:
+                raise ProfileError(f"{key} is {value:g}, must be at most {most:g}")
 
     def costs(self, shape: ModelShape, expert_bytes: int, policy: str) -> Costs:
         """Costs of running `policy` on this machine with experts of this shape and size.
@@ -156,12 +161,16 @@ class HardwareProfile:
         A measurement at exactly this shape is used where the profile has one, else the roofline.
 
         Raises:
-            ProfileError: the profile has neither, or the trace does not know its model's sizes.
+            ProfileError: the profile has neither, a size of the shape is not known, or a cost is beyond what can be
+                added up.
         """
-        if not (shape.hidden and shape.expert_intermediate and shape.num_heads):
+        names = SIZES + (("dense_intermediate",) if shape.num_dense_layers else ())
+        if unknown := [name for name in names if not getattr(shape, name)]:
             raise ProfileError(
-                "the trace does not know its model's sizes, so nothing can be timed; set shape=llada2.0-mini or another"
+                f"the shape does not say {', '.join(unknown)}, so nothing can be timed; set shape=llada2.0-mini or another"
             )
+        if expert_bytes > LARGEST_EXPERT_BYTES:
+            raise ProfileError(f"an expert takes {expert_bytes} bytes, must be at most {LARGEST_EXPERT_BYTES}")
         entry = self._measured(shape, expert_bytes) or self._from_roofline(shape, expert_bytes)
         policy_ns = self.policy_ns.get(policy, self.policy_ns.get("default", 0.0))
         times = {
@@ -200,6 +209,12 @@ class HardwareProfile:
             cpu_slowdown=float(self.cpu_slowdown),
             transfer_chunk=int(self.transfer_chunk),
         )
+
+    def provenance_at(self, shape: ModelShape, expert_bytes: int) -> str:
+        """Where `costs` come from: `measured` at this very shape, `roofline` of measured rates, or `datasheet`."""
+        if self.provenance == "measured" and self._measured(shape, expert_bytes) is None:
+            return "roofline"
+        return self.provenance
 
     def _measured(self, shape: ModelShape, expert_bytes: int) -> ShapeCosts | None:
         wanted = (shape.hidden, shape.expert_intermediate, expert_bytes)

@@ -1,10 +1,22 @@
 """Hardware profiles: costs by hand, presets, and refusal of what is not a profile."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 
-from experiments.profiles import changes_of, load_profile, load_shape, names, profile_from_dict, profile_hash
+from experiments.profiles import (
+    changes_of,
+    find_profile,
+    find_shape,
+    load_profile,
+    load_shape,
+    names,
+    profile_from_dict,
+    profile_hash,
+)
 from policies.contract import Estimates
 from policies.profile import (
     Costs,
@@ -170,6 +182,12 @@ def test_the_h200_preset_says_that_it_is_provisional_and_meets_its_probes():
         ({"transfer_chunk": 0}, "mine: transfer_chunk is 0, must be a number of at least 1"),
         ({"transfer_chunk": 1e30}, r"mine: transfer_chunk is 1e\+30, must be at most 65536"),
         ({"cpu_workers": 1.5}, "cpu_workers is 1.5, must be a whole number"),
+        ({"h2d_bytes_per_s": 1e308}, r"h2d_bytes_per_s is 1e\+308, must be at most 1e\+30"),
+        ({"h2d_latency_ns": 10**400}, "h2d_latency_ns is 10+, must be within"),
+        (
+            {"policy_ns": {"oledd": 5}},
+            r"mine: policy_ns.oledd: no such policy; did you mean oled\? allowed: default, full",
+        ),
         ({"h2d_bandwidth": 1}, "unknown key 'h2d_bandwidth'"),
         ({"h2d_latency_nss": 1}, "did you mean h2d_latency_ns?"),
         ({"h2d_latency_ns": "fast"}, "h2d_latency_ns is 'fast', must be a number"),
@@ -218,11 +236,95 @@ def test_missing_keys_and_files(tmp_path):
     assert load_profile(own).h2d_pageable_bytes_per_s == 15e9
 
 
-def test_a_trace_that_does_not_know_its_sizes_is_not_timed():
+@pytest.mark.parametrize(
+    "size", ["hidden", "expert_intermediate", "num_heads", "num_kv_heads", "head_dim", "vocab", "dense_intermediate"]
+)
+@pytest.mark.parametrize("way", [{"roofline": ROOFLINE}, {"shapes": [MEASURED]}])
+def test_a_size_that_is_not_known_is_not_charged_as_nothing(size, way):
+    profile = profile_from_dict({**MINIMAL, **way}, "mine")
+    mini = load_shape("llada2.0-mini")
+    with pytest.raises(ProfileError, match=rf"does not say {size}, so nothing can be timed; set shape="):
+        profile.costs(dataclasses.replace(mini, **{size: 0}), mini.expert_bytes(), "lru")
+
+
+def test_what_a_model_may_lack_is_no_cost():
     profile = profile_from_dict({**MINIMAL, "roofline": ROOFLINE}, "mine")
-    unknown = dataclasses.replace(load_shape("llada2.0-mini"), num_heads=0)
-    with pytest.raises(ProfileError, match="set shape="):
-        profile.costs(unknown, 100, "lru")
+    mini = load_shape("llada2.0-mini")
+    bare = dataclasses.replace(mini, num_shared_experts=0, num_dense_layers=0, dense_intermediate=0)
+    assert (
+        profile.costs(bare, mini.expert_bytes(), "lru").tail_ns
+        < profile.costs(mini, mini.expert_bytes(), "lru").tail_ns
+    )
+
+
+def test_an_expert_too_large_to_add_up_is_refused():
+    profile = profile_from_dict({**MINIMAL, "roofline": ROOFLINE, "h2d_bytes_per_s": 1e30}, "mine")
+    with pytest.raises(ProfileError, match=f"an expert takes {10**400} bytes, must be at most {2**40}"):
+        profile.costs(load_shape("llada2.0-mini"), 10**400, "lru")
+
+
+def test_costs_of_a_measured_machine_at_another_shape_are_not_measured():
+    mini, flash = load_shape("llada2.0-mini"), load_shape("llada2.0-flash")
+    profile = profile_from_dict({**MINIMAL, "roofline": ROOFLINE, "shapes": [MEASURED]}, "mine")
+    assert profile.provenance_at(mini, mini.expert_bytes()) == "measured"
+    assert profile.provenance_at(mini, mini.expert_bytes("fp8")) == "roofline"
+    assert profile.provenance_at(flash, flash.expert_bytes()) == "roofline"
+    assert load_profile("rtx5090").provenance_at(mini, mini.expert_bytes()) == "datasheet"
+
+
+def test_a_given_profile_or_shape_is_held_to_its_types():
+    shipped, mini = load_profile("rtx5090"), load_shape("llada2.0-mini")
+    assert find_profile(shipped) == find_profile("rtx5090") == shipped
+    assert find_shape(mini, None) == find_shape("llada2.0-mini", None) == find_shape("trace", mini) == mini
+    for key, value, message in (
+        ("transfer_chunk", 2.5, "profile rtx5090: transfer_chunk is 2.5, must be a whole number"),
+        ("transfer_chunk", "4", "transfer_chunk is '4', must be a whole number"),
+        ("h2d_latency_ns", "5", "h2d_latency_ns is '5', must be a number"),
+        ("policy_ns", None, "policy_ns is None, must hold keys and values"),
+        ("shapes", None, "shapes is None, must be a list"),
+        ("name", None, "name is None, must be text"),
+    ):
+        with pytest.raises(ProfileError, match=message):
+            find_profile(dataclasses.replace(shipped, **{key: value}))
+    with pytest.raises(ProfileError, match=r"shape: hidden is 2048.5, must be a whole number"):
+        find_shape(dataclasses.replace(mini, hidden=2048.5), mini)
+    for value in (None, 5, {}, ["h200"]):
+        with pytest.raises(ProfileError, match=r"hardware is .*, must be the name of a profile, a path, or"):
+            find_profile(value)
+        with pytest.raises(ProfileError, match=r"shape is .*, must be trace, the name of a shape, or"):
+            find_shape(value, mini)
+
+
+@pytest.mark.parametrize("number", ["010", "-017", "1:30", "190:20:30", "1:30.5", "0x10", "0b11", "0_7"])
+def test_numbers_that_yaml_reads_in_another_base_are_refused(tmp_path, number):
+    own = tmp_path / "own.yaml"
+    lines = [f"{key}: {value}" for key, value in MINIMAL.items()]
+    own.write_text("\n".join([*lines, f"policy_ns: {{default: {number}}}"]))
+    with pytest.raises(ProfileError, match=rf"own.yaml, line 8: {number} is not what it looks like in YAML"):
+        load_profile(own)
+    own.write_text("\n".join([*lines, f"assumed: ['{number}', v1:30x, 1_000, 0.5, 0]"]))
+    assert load_profile(own).assumed == (number, "v1:30x", "1000", "0.5", "0")
+
+
+def test_profiles_are_utf_8_whatever_the_locale(tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("\n".join(f"{k}: {v}" for k, v in (MINIMAL | {"machine": "Größe 箱"}).items()), encoding="utf-8")
+    code = f"from experiments.profiles import load_profile; print(ascii(load_profile({str(own)!r}).machine))"
+    environment = {
+        **os.environ,
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONWARNDEFAULTENCODING": "1",
+    }
+    found = subprocess.run(
+        [sys.executable, "-W", "error::EncodingWarning:experiments.profiles", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == ascii("Größe 箱")
 
 
 @pytest.mark.parametrize(
