@@ -23,6 +23,7 @@ _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = ("o", "D", "^", "s", "v", "P")
 _PAPER = "0.45"
 _DPI = 90
+_LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "borderaxespad": 0.2}
 
 
 def plot_layers(traces: Sequence[Statistics]) -> Figure:
@@ -162,22 +163,34 @@ def plot_block_lengths(traces: Sequence[Statistics]) -> Figure:
     figure, panels = _figure(1, 3, "Longer blocks: more tokens, more experts")
     ordered = sorted(traces, key=lambda trace: trace.block_length or 0)
     lengths = [trace.block_length for trace in ordered]
-    values: dict[str, list[float | None]] = {
-        "tokens per forward": [trace.tokens_per_forward for trace in ordered],
-        "activated experts per layer": [trace.mean_activated for trace in ordered],
-        "overlap of adjacent forwards": [trace.by_gap[1].overlap if 1 in trace.by_gap else None for trace in ordered],
+    tokens, activated, overlap = panels
+    _by_block_length(tokens, lengths, [trace.tokens_per_forward for trace in ordered], "tokens per forward", 0)
+    _by_block_length(activated, lengths, [trace.mean_activated for trace in ordered], "activated experts per layer", 0)
+    pairs = {
+        "adjacent": [trace.by_gap.get(1) for trace in ordered],
+        "last forward to next block": [trace.after_last for trace in ordered],
+        "unrelated requests": [trace.floor for trace in ordered],
     }
-    for axes, (title, column) in zip(panels, values.items(), strict=True):
-        points = [(length, value) for length, value in zip(lengths, column, strict=True) if value is not None]
-        axes.plot(*zip(*points, strict=True), color=_COLORS[0], marker="o", linewidth=1.8)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_ylim(bottom=0)
+    for nth, (name, column) in enumerate(pairs.items()):
+        _by_block_length(overlap, lengths, [one and one.overlap for one in column], name, nth)
+    for axes, title in zip(panels, ("tokens per forward", "activated experts per layer", "overlap"), strict=True):
         _label(axes, title, "block length")
-    panels[2].set_ylim(0, 1.02)
-    return _finish(figure, traces, with_legend=False)
+        axes.set_ylim(bottom=0)
+    overlap.set_ylim(0, 1.02)
+    _finish(figure, traces, with_legend=False)
+    figure.legend(handles=overlap.lines, loc="upper right", ncols=len(pairs), **_LEGEND)
+    return figure
+
+
+def _by_block_length(axes: Axes, lengths: Sequence[Any], values: Sequence[float | None], name: str, nth: int) -> None:
+    """A line over the block lengths that have a value."""
+    points = [(length, value) for length, value in zip(lengths, values, strict=True) if value is not None]
+    x, y = zip(*points, strict=True) if points else ((), ())
+    axes.plot(x, y, color=_COLORS[nth], marker=_MARKERS[nth], linewidth=1.8, label=name)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _figure(rows: int, columns: int, title: str, *, sharey: bool = False) -> tuple[Figure, Any]:
@@ -255,7 +268,7 @@ def _finish(figure: Figure, traces: Sequence[Statistics], *notes: str, with_lege
     """Add the legend, and what the numbers are of."""
     if with_legend:
         lines = [Line2D([], [], **style) for _, style in _styled(traces)]
-        figure.legend(handles=lines, loc="upper right", ncols=len(lines), frameon=False, fontsize=9, borderaxespad=0.2)
+        figure.legend(handles=lines, loc="upper right", ncols=len(lines), **_LEGEND)
     width = int(17 * figure.get_figwidth())
     text = textwrap.fill("; ".join([*_sources(traces), *notes]), width, break_on_hyphens=False)
     figure.supxlabel(text, x=0.01, ha="left", fontsize=7.5, color="0.3")

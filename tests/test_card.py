@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,6 +66,16 @@ def test_tables_can_be_chosen(tiny):
     text = card([tiny], ["layers"])
     assert text.count("\n| --- |") == 1
     assert re.findall(r"^\| (\w+) \| [\d.]+ ± [\d.]+ \|$", text, re.MULTILINE) == ["1", "2", "3"]
+
+
+def test_what_there_is_not_is_left_out(tiny):
+    alone = replace(tiny, block_length=1, by_gap={}, by_accepted={}, kept=(), cos_router_input=())
+    text = card([alone])
+    assert "accepted between" not in text
+    assert "confidence" not in text
+    assert "| overlap of adjacent forwards | — | 0.85 to 0.90 |" in text
+    assert "| cosine of router inputs | — |" in text
+    assert "at gap" not in text
 
 
 def test_a_table_pools_pairs_by_their_number(tiny):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from tracer.schema import TraceError
 from tracer.statistics import Overlap, Statistics, statistics_of
@@ -31,67 +32,63 @@ _BLOCK = re.compile(
 Row = tuple[str, list[str], str]  # heading, a cell for each trace, the paper's
 
 
-def _summary(traces: Sequence[Statistics]) -> str:
+def _summary(traces: Sequence[Statistics]) -> list[Row]:
     def row(heading: str, cell: Callable[[Statistics], str], paper: str = "") -> Row:
         return heading, [cell(trace) for trace in traces], paper
 
     slots = [num for num in _SLOTS if any(num <= trace.num_experts for trace in traces)]
-    return _table(
-        traces,
-        "",
-        [
-            row("block length", lambda t: _plain(t.block_length), "16"),
-            row("requests", lambda t: f"{t.num_requests:,}"),
-            row("denoise forwards", lambda t: f"{t.num_denoise_forwards:,}"),
-            row("tokens per forward", lambda t: f"{t.tokens_per_forward:.2f}"),
-            row("tokens per denoise forward", lambda t: f"{t.tokens_per_denoise:.2f}"),
-            row("activated experts per layer", lambda t: f"{t.mean_activated:.1f}", "about 60 (mini), 90 (flash)"),
-            row("of the layer with fewest, most", _extremes, "clearly different"),
-            row("activated experts / top k", lambda t: f"{t.mean_activated / t.top_k:.1f}", "around 8 (mini)"),
-            row("overlap of adjacent forwards", lambda t: _overlap(t.by_gap.get(1)), "0.85 to 0.90"),
-            row("its Jaccard index", lambda t: _ratio(t.by_gap[1].jaccard if 1 in t.by_gap else None)),
-            *(
-                row(f"overlap at gap {gap}", lambda t, gap=gap: _overlap(t.by_gap.get(gap)), "falls")
-                for gap in (2, 4, 8)
-                if any(gap in trace.by_gap for trace in traces)
-            ),
-            row("overlap, last forward to next block", lambda t: _overlap(t.after_last), "more than 0.65"),
-            row("overlap, first forward to next block", lambda t: _overlap(t.after_first)),
-            row("overlap between unrelated requests", lambda t: _overlap(t.floor)),
-            row("cosine of router inputs", lambda t: _ratio(_mean(t.cos_router_input)), "hidden states: reaching 0.98"),
-            row("cosine of layer outputs", lambda t: _ratio(_mean(t.cos_layer_output))),
-            *(
-                row(f"working set of {window} forwards", lambda t, w=window: _count(t.working_sets.get(w)))
-                for window in (4, 16, 64)
-                if any(window in trace.working_sets for trace in traces)
-            ),
-            *(row(f"LRU hit ratio, {num} slots", lambda t, num=num: _lru(t, num)) for num in slots),
-            row("activations of the hottest tenth", lambda t: _ratio(t.hottest_share)),
-        ],
-    )
+    return [
+        row("block length", lambda t: _plain(t.block_length), "16"),
+        row("requests", lambda t: f"{t.num_requests:,}"),
+        row("denoise forwards", lambda t: f"{t.num_denoise_forwards:,}"),
+        row("tokens per forward", lambda t: f"{t.tokens_per_forward:.2f}"),
+        row("tokens per denoise forward", lambda t: f"{t.tokens_per_denoise:.2f}"),
+        row("activated experts per layer", lambda t: f"{t.mean_activated:.1f}", "about 60 (mini), 90 (flash)"),
+        row("of the layer with fewest, most", _extremes, "clearly different"),
+        row("activated experts / top k", lambda t: f"{t.mean_activated / t.top_k:.1f}", "around 8 (mini)"),
+        row("overlap of adjacent forwards", lambda t: _overlap(t.by_gap.get(1)), "0.85 to 0.90"),
+        row("its Jaccard index", lambda t: _ratio(t.by_gap[1].jaccard if 1 in t.by_gap else None)),
+        *(
+            row(f"overlap at gap {gap}", lambda t, gap=gap: _overlap(t.by_gap.get(gap)), "falls")
+            for gap in (2, 4, 8)
+            if any(gap in trace.by_gap for trace in traces)
+        ),
+        row("overlap, last forward to next block", lambda t: _overlap(t.after_last), "more than 0.65"),
+        row("overlap, first forward to next block", lambda t: _overlap(t.after_first)),
+        row("overlap between unrelated requests", lambda t: _overlap(t.floor)),
+        row("cosine of router inputs", lambda t: _ratio(_mean(t.cos_router_input)), "hidden states: reaching 0.98"),
+        row("cosine of layer outputs", lambda t: _ratio(_mean(t.cos_layer_output))),
+        *(
+            row(f"working set of {window} forwards", lambda t, w=window: _count(t.working_sets.get(w)))
+            for window in (4, 16, 64)
+            if any(window in trace.working_sets for trace in traces)
+        ),
+        *(row(f"LRU hit ratio, {num} slots", lambda t, num=num: _lru(t, num)) for num in slots),
+        row("activations of the hottest tenth", lambda t: _ratio(t.hottest_share)),
+    ]
 
 
-def _by_accepted(traces: Sequence[Statistics]) -> str:
+def _by_accepted(traces: Sequence[Statistics]) -> list[Row]:
     rows = []
     for low, high in _ACCEPTED:
         groups = [_pooled(o for num, o in t.by_accepted.items() if low <= num <= high) for t in traces]
         if any(group.num_pairs for group in groups):
             heading = f"{low}" if low == high else f"{low} to {high}"
             rows.append((heading, [_overlap(group, with_pairs=True) for group in groups], ""))
-    return _table(traces, "tokens accepted between", rows, with_paper=False)
+    return rows
 
 
-def _confidence(traces: Sequence[Statistics]) -> str:
+def _confidence(traces: Sequence[Statistics]) -> list[Row]:
     rows = []
     for name, states in _STATES.items():
         for low, high in _CONFIDENCE:
             cells = [_kept(trace, states, low, high) for trace in traces]
             if any(cell != _NONE for cell in cells):
                 rows.append((f"{name}, {low:g} to {high:g}", cells, ""))
-    return _table(traces, "tokens, confidence", rows, with_paper=False)
+    return rows
 
 
-def _layers(traces: Sequence[Statistics]) -> str:
+def _layers(traces: Sequence[Statistics]) -> list[Row]:
     rows = []
     for layer_id in sorted({layer.layer_id for trace in traces for layer in trace.activated}):
         cells = []
@@ -99,31 +96,40 @@ def _layers(traces: Sequence[Statistics]) -> str:
             found = {layer.layer_id: layer for layer in trace.activated}.get(layer_id)
             cells.append(f"{found.mean:.1f} ± {found.spread:.1f}" if found else _NONE)
         rows.append((f"{layer_id}", cells, ""))
-    return _table(traces, "layer", rows, with_paper=False)
+    return rows
+
+
+class Table(NamedTuple):
+    """One table of a card."""
+
+    caption: str
+    corner: str
+    rows_of: Callable[[Sequence[Statistics]], list[Row]]
 
 
 TABLES = {
-    "summary": ("Locality of expert sets, beside what the paper prints for the real models:", _summary),
-    "accepted": (
+    "summary": Table("Locality of expert sets, beside what the paper prints for the real models:", "", _summary),
+    "accepted": Table(
         "Overlap of adjacent forwards by the tokens accepted between them (pairs in brackets):",
+        "tokens accepted",
         _by_accepted,
     ),
-    "confidence": (
+    "confidence": Table(
         "Share of its experts that a token keeps in the next denoise forward, by the confidence that the forward left "
         "(tokens in brackets):",
+        "tokens, confidence",
         _confidence,
     ),
-    "layers": ("Activated experts by layer, mean ± standard deviation over denoise forwards:", _layers),
+    "layers": Table("Activated experts by layer, mean ± standard deviation over denoise forwards:", "layer", _layers),
 }
 
 
 def card(traces: Sequence[Statistics], tables: Collection[str] = tuple(TABLES)) -> str:
-    """Markdown tables, a column for each trace, with their source."""
+    """Markdown tables, a column for each trace, with their source; those that would be empty are left out."""
     parts = ["; ".join(dict.fromkeys(source(trace) for trace in traces)) + "."]
-    for name in TABLES:
-        if name in tables:
-            caption, table = TABLES[name]
-            parts += [caption, table(traces)]
+    for name, table in TABLES.items():
+        if name in tables and (rows := table.rows_of(traces)):
+            parts += [table.caption, _table(traces, table.corner, rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -149,7 +155,8 @@ def traces_of(text: str) -> list[str]:
     return [name for block in _BLOCK.finditer(text) for name in _parse_block(block).trace]
 
 
-def _table(traces: Sequence[Statistics], corner: str, rows: Iterable[Row], with_paper: bool = True) -> str:
+def _table(traces: Sequence[Statistics], corner: str, rows: Sequence[Row]) -> str:
+    with_paper = any(paper for _, _, paper in rows)
     heads = [corner, *(trace.trace for trace in traces), *([PAPER] if with_paper else [])]
     lines = [heads, ["---", *["---:"] * len(traces), *(["---"] if with_paper else [])]]
     lines += [[heading, *cells, *([paper or _NONE] if with_paper else [])] for heading, cells, paper in rows]
