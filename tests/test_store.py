@@ -19,6 +19,7 @@ from hypothesis.extra import numpy as hnp
 from strategies import VOCAB, change, metadata_for, random_passes, traces
 
 from tracer import shipped, store
+from tracer.files import metadata_hash
 from tracer.gates import quantise_gates, restore_gates
 from tracer.rows import encode
 from tracer.schema import GATE_DTYPES, ModelShape, Pass, Signals, TraceError
@@ -164,6 +165,16 @@ def test_any_changed_value_changes_the_hash(table):
         changed[place] = ~changed[place] if changed.dtype == bool else 1 if changed[place] != 1 else 0
         hashes.add(hash_of(group | {table: group[table] | {name: changed}}))
     assert len(hashes) == 1 + len(group[table])
+
+
+def test_traces_of_equal_values_and_other_metadata_are_told_apart(tmp_path):
+    shape, passes = random_passes(np.random.default_rng(2))
+    one, other = (
+        TraceReader(write(tmp_path / name, made, passes)).metadata
+        for name, made in (("a.trace", shape), ("b.trace", replace(shape, hidden=4096)))
+    )
+    assert one.content_hash == other.content_hash
+    assert metadata_hash(one) == metadata_hash(replace(one)) != metadata_hash(other)
 
 
 def hash_of(group):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -54,6 +55,11 @@ def dump_metadata(metadata: TraceMetadata, num_passes: int, num_requests: int) -
         return json.dumps(record, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TraceError(f"metadata must be of values that JSON can hold: {error}") from error
+
+
+def metadata_hash(metadata: TraceMetadata) -> str:
+    """SHA-256 over all metadata, the content hash of the values among them: the same for traces that are the same."""
+    return hashlib.sha256(json.dumps(asdict(metadata), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

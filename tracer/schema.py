@@ -108,7 +108,8 @@ class TraceMetadata:
     """Key-value metadata that every file of a trace carries.
 
     `source` is `model:<name>`, `proxy:<name>`, `synthetic:<generator>` or `import:<format>`. `content_hash` is a
-    SHA-256 over the recorded values, filled in by the writer. `details` holds what else is worth keeping: engine
+    SHA-256 over the recorded values, filled in by the writer; what tells traces apart is `files.metadata_hash`, as the
+    same values mean another thing under another shape. `details` holds what else is worth keeping: engine
     and library versions, checkpoint hash, mask and eos ids, mask mode, device.
     """
 
