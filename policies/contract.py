@@ -117,6 +117,8 @@ class Policy:
         boundary: (params, state, end, view) -> (capacity, evictions [L, E] bool), after each forward's last layer.
         place: (params, state, step) -> residents [E] bool of the step's layer, free of charge; for bounds only.
         reads_estimates: decisions depend on `view.estimates`, so that they hold for one profile only.
+        prefetches: some plan may name prefetches.
+        resizes: slots may move between layers.
         reads_signals: decisions depend on `step.signals`, which other policies are not given.
         clairvoyant: was built from the trace that it is run on.
         warnings: what the person who reads the results should know about this policy on this trace.
@@ -132,6 +134,8 @@ class Policy:
     misses: str = "h2d"
     reads_estimates: bool = False
     reads_signals: bool = False
+    prefetches: bool = False
+    resizes: bool = False
     clairvoyant: bool = False
     sized: bool = True  # False: ignores the cache size (full, ondemand)
     variant: str = ""  # knobs that differ from their defaults, as key=value

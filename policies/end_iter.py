@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from policies.contract import PolicyError
 from policies.jit import jit
 from policies.oled_rules import State, boundary, decide
-from policies.priority import CONFIDENCE, priority
+from policies.priority import CONFIDENCE, gates_at, priority
 from tracer.schema import ForwardKind, ModelShape
 
 _PREFILL = int(ForwardKind.PREFILL)
@@ -39,12 +39,13 @@ def decide_and_keep(params, state, step, view):
     """
     num_tokens, top_k = step.expert_ids.shape
     if step.kind != _PREFILL:
+        gates = gates_at(step.signals, step)
         if num_tokens > state.gates.shape[1]:
             raise PolicyError("a decode forward has more tokens than end_iter_tokens")
         for token in range(num_tokens):
             for k in range(top_k):
                 state.expert_ids[step.layer, token, k] = step.expert_ids[token, k]
-                state.gates[step.layer, token, k] = step.gates[token, k]
+                state.gates[step.layer, token, k] = gates[token, k]
     return decide(params, state.own, step, view)
 
 

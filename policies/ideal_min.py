@@ -75,6 +75,18 @@ def read_future(passes: Iterable[Pass], shape: ModelShape) -> Future:
     return Future(np.cumsum(np.concatenate(counts)), next_use[:end].copy())
 
 
+def foresee(context: Context) -> Future:
+    """Next use of every access of the run that a policy is built for.
+
+    Raises:
+        PolicyError: there are no passes.
+    """
+    future = read_future(context.passes, context.shape)
+    if not future.next_use.size:
+        raise PolicyError(f"{context.policy} needs the passes of the run, and there are none")
+    return future
+
+
 def init(params: Params, shape: ModelShape, slots: int) -> tuple[State, NDArray[np.bool_], NDArray[np.int64]]:
     """Start empty, with equal capacities."""
     nearness = np.full((shape.num_layers, shape.num_experts), -NEVER, np.int64)
@@ -123,9 +135,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
     Raises:
         PolicyError: there are no passes, or `misses=oled` without calibration.
     """
-    future = read_future(context.passes, context.shape)
-    if not future.next_use.size:
-        raise PolicyError("ideal_min needs the passes of the run, and there are none")
+    future = foresee(context)
     path = miss_path(knobs.misses, context)
     return Policy(
         "ideal_min",

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
+
 from policies.contract import PolicyError
+
+_UNLIMITED = int(np.iinfo(np.int64).max)
 
 
 def require_choice(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -17,6 +21,21 @@ def require_choice(name: str, value: str, allowed: Sequence[str]) -> None:
     """
     if value not in allowed:
         raise PolicyError(f"{name} {value!r}: allowed are {', '.join(allowed)}")
+
+
+def require_limit(name: str, value: int | None) -> None:
+    """Refuse a limit below 0; None is no limit.
+
+    Raises:
+        PolicyError: with what is allowed.
+    """
+    if value is not None and value < 0:
+        raise PolicyError(f"{name} is {value}: must be at least 0, or null for no limit")
+
+
+def limit_of(value: int | None) -> int:
+    """A limit as compiled code compares with it: that of None is never reached."""
+    return _UNLIMITED if value is None else value
 
 
 def variant_of(knobs: Any) -> str:

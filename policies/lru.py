@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from policies.contract import Context, Policy, plain_plan
 from policies.jit import jit
-from policies.knobs import require_choice
+from policies.knobs import limit_of, require_choice, require_limit
 from policies.misses import MissPath, miss_path, require_misses, serve
-from policies.retention import best, by_priority, equal_capacity, ids_of, nobody_resident, with_transfers
+from policies.retention import best, by_priority, equal_capacity, ids_of, nobody_resident, with_admitted
 from tracer.schema import ModelShape
 
 ORDERS = ("hits_first", "misses_first", "id", "gate")
@@ -32,10 +32,14 @@ class Knobs:
     """
     misses: str = "h2d"
     """`h2d`: every miss is copied; `oled`: split between copies and the CPU as OLED-MoE does (section 4.4)."""
+    max_admit: int | None = None
+    """How many of a layer's transfers may stay, those touched last first; null for all. Ours: a bound as llama.cpp's
+    per-layer caches discuss it."""
 
     def __post_init__(self) -> None:
         require_choice("lru_order", self.lru_order, ORDERS)
         require_misses(self.misses)
+        require_limit("max_admit", self.max_admit)
 
 
 class Params(NamedTuple):
@@ -43,6 +47,7 @@ class Params(NamedTuple):
 
     order: int  # index into ORDERS
     path: MissPath
+    max_admit: int
 
 
 class State(NamedTuple):
@@ -105,8 +110,8 @@ def decide(params, state, step, view):
     transfers, on_cpu = serve(params.path, step, view)
     touch(params.order, state.touches, state.clock, step, resident)
     times = state.touches[step.layer]
-    retained = best(with_transfers(resident, transfers), view.capacity[step.layer], times, times)
-    return plain_plan(transfers, on_cpu, retained)
+    held = with_admitted(resident, transfers, params.max_admit, times, times)
+    return plain_plan(transfers, on_cpu, best(held, view.capacity[step.layer], times, times))
 
 
 def build(knobs: Knobs, context: Context) -> Policy:
@@ -115,5 +120,5 @@ def build(knobs: Knobs, context: Context) -> Policy:
     Raises:
         PolicyError: `misses=oled` without calibration.
     """
-    params = Params(ORDERS.index(knobs.lru_order), miss_path(knobs.misses, context))
+    params = Params(ORDERS.index(knobs.lru_order), miss_path(knobs.misses, context), limit_of(knobs.max_admit))
     return Policy("lru", params, init, decide, misses=knobs.misses, reads_estimates=knobs.misses == "oled")

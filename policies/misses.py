@@ -82,10 +82,19 @@ def split_in_decode(dispatch, nbar, reuse, step, missed, num_activated, estimate
 
 @jit
 def serve(path, step, view):
-    """Serve the misses of a layer: transfers in issue order, and CPU experts ascending."""
+    """Serve the misses of a layer: transfers in issue order, and CPU experts ascending.
+
+    What a prefetch is just bringing is a transfer whatever the path; a split divides the others.
+    """
     missed = missed_of(step.load, view.resident[step.layer])
     if not path.split:
         return ids_of(missed), np.empty(0, np.int64)
     num_activated = ids_of(step.load).size
     reuse = priority(step.expert_ids, step.gates, step.confidence, CONFIDENCE, step.load.size)
-    return split_in_decode(path.dispatch, path.nbar, reuse, step, missed, num_activated, view.estimates)
+    coming = np.zeros(missed.size, np.bool_)
+    for expert in range(missed.size):
+        if missed[expert] and view.in_flight[step.layer, expert]:
+            coming[expert] = True
+            missed[expert] = False
+    transfers, on_cpu = split_in_decode(path.dispatch, path.nbar, reuse, step, missed, num_activated, view.estimates)
+    return np.concatenate((ids_of(coming), transfers)), on_cpu

@@ -12,7 +12,7 @@ from policies.contract import Context, Estimates, Policy, PolicyError
 from policies.dispatch import DispatchKnobs, dispatch_params, pooled_load
 from policies.driver import drive
 from policies.end_iter import boundary_ranked_anew, decide_and_keep, keeping
-from policies.knobs import require_choice
+from policies.knobs import limit_of, require_choice, require_limit
 from policies.priority import CONFIDENCE, ORDER, SIGNALS
 from tracer.schema import ForwardKind, ModelShape, Pass
 
@@ -55,8 +55,10 @@ class Knobs(DispatchKnobs):
     end_iter_tokens: int = 4096
     """Most tokens of a decode forward that `conf_mode=end_iter` keeps the routing of. Ours."""
     gate_kind: str = "normalised"
-    """Gates as the model weighs experts by: `normalised`. `raw`, the sigmoid before that, is not in a Step. Section
-    4.3 has "gate scores", which may be either."""
+    """Gates: `normalised`, as the model weighs experts by, or `raw`, the sigmoid before that, which is in the table
+    `signals`. Section 4.3 has "gate scores", which may be either."""
+    max_admit: int | None = None
+    """How many of a layer's transfers may stay, those of highest priority first; null for all. Ours, as in `lru`."""
 
     nbar: str = "calibration"
     """Tokens of an average expert: of those activated in the `calibration` split, or of those `missed` by `lru` there
@@ -93,11 +95,8 @@ class Knobs(DispatchKnobs):
         require_choice("tie", self.tie, ("recent", "id"))
         require_choice("conf_mode", self.conf_mode, CONF_MODES)
         require_choice("conf_decoded", self.conf_decoded, CONF_DECODED)
-        if self.gate_kind == "raw":
-            raise PolicyError(
-                "gate_kind=raw needs the table signals, which a Step does not carry: allowed is normalised"
-            )
-        require_choice("gate_kind", self.gate_kind, ("normalised",))
+        require_choice("gate_kind", self.gate_kind, ("normalised", "raw"))
+        require_limit("max_admit", self.max_admit)
         require_choice("nbar", self.nbar, ("calibration", "missed"))
         require_choice("smooth", self.smooth, ("ema", "window5"))
         require_choice("resize", self.resize, ("boundary", "lazy"))
@@ -146,8 +145,10 @@ def build(knobs: Knobs, context: Context) -> Policy:
 
     Raises:
         PolicyError: `coop` without calibration that decodes, a reading of confidence without the trace of the
-            run, or `c_min` above the number of experts.
+            run, raw gates without signals, or `c_min` above the number of experts.
     """
+    if knobs.gate_kind == "raw" and not context.has_signals:
+        raise PolicyError("gate_kind=raw needs scores of the table signals, which this trace lacks")
     c_min = context.shape.top_k if knobs.c_min is None else knobs.c_min
     if not 1 <= c_min <= context.shape.num_experts:
         raise PolicyError(f"c_min is {c_min}: allowed are 1 to {context.shape.num_experts}")
@@ -176,6 +177,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
         resize_every=knobs.resize_every,
         lazy=knobs.resize == "lazy",
         prefill_updates=knobs.prefill_updates,
+        max_admit=limit_of(knobs.max_admit),
     )
     warnings = []
     if knobs.conf_mode == "same_iter_oracle":
@@ -202,6 +204,8 @@ def build(knobs: Knobs, context: Context) -> Policy:
         boundary if knobs.layer_adapt else None,
         misses="oled" if knobs.coop else "h2d",
         reads_estimates=knobs.coop,
+        reads_signals=knobs.gate_kind == "raw",
+        resizes=knobs.layer_adapt,
         clairvoyant=knobs.reads_trace,
         warnings=tuple(warnings),
     )

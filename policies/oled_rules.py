@@ -14,8 +14,8 @@ from policies.dispatch import DispatchParams
 from policies.jit import jit
 from policies.lru import touch
 from policies.misses import split_in_decode
-from policies.priority import CONFIDENCE, ORDER, priority
-from policies.retention import best, by_priority, equal_capacity, ids_of, missed_of, nobody_resident, with_transfers
+from policies.priority import CONFIDENCE, ORDER, gates_at, priority
+from policies.retention import best, by_priority, equal_capacity, ids_of, missed_of, nobody_resident, with_admitted
 from tracer.schema import ForwardKind, ModelShape
 
 WINDOW = 5  # decode forwards, of smooth=window5
@@ -43,6 +43,7 @@ class Params(NamedTuple):
     resize_every: int
     lazy: bool
     prefill_updates: bool
+    max_admit: int
 
 
 class State(NamedTuple):
@@ -116,11 +117,12 @@ def decide(params, state, step, view):
         transfers, on_cpu = ids_of(missed), np.empty(0, np.int64)
     else:
         confidence = confidence_at(params.readings, step)
-        reuse = priority(step.expert_ids, step.gates, confidence, CONFIDENCE, load.size)
+        gates = gates_at(step.signals, step)
+        reuse = priority(step.expert_ids, gates, confidence, CONFIDENCE, load.size)
         if params.signal != ORDER:
             ranked = reuse
             if params.signal != CONFIDENCE:
-                ranked = priority(step.expert_ids, step.gates, confidence, params.signal, load.size)
+                ranked = priority(step.expert_ids, gates, confidence, params.signal, load.size)
             for expert in range(load.size):
                 keys[expert] = ranked[expert]
         if params.coop:
@@ -136,7 +138,8 @@ def decide(params, state, step, view):
         else:
             transfers, on_cpu = by_priority(missed, reuse), np.empty(0, np.int64)
     capacity = min(view.capacity[layer], state.target[layer])
-    return plain_plan(transfers, on_cpu, best(with_transfers(resident, transfers), capacity, keys, recency))
+    held = with_admitted(resident, transfers, params.max_admit, keys, recency)
+    return plain_plan(transfers, on_cpu, best(held, capacity, keys, recency))
 
 
 @jit

@@ -12,6 +12,24 @@ ORDER, LOAD, GATE, CONFIDENCE = range(4)
 
 
 @jit
+def gates_at(signals, step):
+    """Gates of a step, [T, K]: normalised, or as raw sigmoids where the policy reads signals.
+
+    `signals` is an argument of its own, so that numba leaves out what is behind its being None.
+    """
+    if signals is None:
+        return step.gates
+    gates = np.empty(step.expert_ids.shape, np.float64)
+    found = np.empty(step.load.size, np.float64)
+    for token in range(gates.shape[0]):
+        for index in range(signals.score_ids.shape[1]):
+            found[signals.score_ids[token, index]] = signals.scores[token, index]
+        for k in range(gates.shape[1]):  # the chosen are always among those with a score
+            gates[token, k] = found[step.expert_ids[token, k]]
+    return gates
+
+
+@jit
 def priority(expert_ids, gates, confidence, signal, num_experts):
     """Priority of each expert of one layer, [E] float64: its share of what the routes of all tokens add up to.
 

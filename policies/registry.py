@@ -7,7 +7,19 @@ from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
 
-from policies import full, ideal_free, ideal_min, lfu, lru, oled, ondemand, prev_set
+from policies import (
+    full,
+    gate_ahead,
+    ideal_free,
+    ideal_min,
+    ideal_min_global,
+    ideal_prefetch,
+    lfu,
+    lru,
+    oled,
+    ondemand,
+    prev_set,
+)
 from policies.contract import Context, Policy, PolicyError
 from policies.knobs import variant_of
 from tracer.records import make_record
@@ -24,8 +36,11 @@ POLICIES: dict[str, ModuleType] = {
     "lfu": lfu,
     "prev_set": prev_set,
     "oled": oled,
+    "gate_ahead": gate_ahead,
     "ideal_free": ideal_free,
     "ideal_min": ideal_min,
+    "ideal_min_global": ideal_min_global,
+    "ideal_prefetch": ideal_prefetch,
 }
 
 

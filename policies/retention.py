@@ -139,3 +139,14 @@ def best(candidates, count, first, second):
     for index in range(min(count, ids.size)):
         selected[ids[index]] = True
     return selected
+
+
+@jit
+def with_admitted(resident, transfers, limit, first, second):
+    """Residents, and of the transferred experts the `limit` best by the keys of `best`, [E] bool."""
+    if transfers.size <= limit:
+        return with_transfers(resident, transfers)
+    arrived = np.zeros(resident.size, np.bool_)
+    for expert in transfers:
+        arrived[expert] = True
+    return resident | best(arrived, limit, first, second)

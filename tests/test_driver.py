@@ -223,7 +223,7 @@ def test_refuses_a_boundary_that_does_not_add_up(capacity, evicted, message):
 
 
 def test_refuses_to_place_more_than_fits():
-    policy = replace(built("ideal_free", {}, SHAPE, passes_of([{0}])), place=lambda *_: np.ones(6, bool))
+    policy = replace(built("ideal_free", {"misses": "h2d"}, SHAPE, passes_of([{0}])), place=lambda *_: np.ones(6, bool))
     passes = [replace(passes_of([{0}])[0], expert_ids=np.zeros((2, 1, 1), int), gates=np.ones((2, 1, 1)))]
     with pytest.raises(PlanError, match="request 0, forward 0, layer 0: places 6 experts, the capacity is 3"):
         list(drive(policy, passes, SHAPE, 6, ESTIMATES))
@@ -269,7 +269,7 @@ def test_what_a_policy_cannot_decide_after_a_forward_is_refused_with_its_place(e
 
 
 def test_every_policy_has_the_name_it_is_registered_under():
-    shape, passes = random_passes(np.random.default_rng(0))
+    shape, passes = random_passes(np.random.default_rng(0), signals=True)
     for name, module in POLICIES.items():
         policy = build_policy(name, module.Knobs(), context_of(shape, passes))
         assert (policy.name, policy.variant) == (name, "")
@@ -289,7 +289,7 @@ def test_variant_names_the_knobs_that_were_changed():
         (
             "lru",
             {"lru_ordr": "id"},
-            r"lru has no knob 'lru_ordr'; did you mean lru_order\? allowed: lru_order, misses",
+            r"lru has no knob 'lru_ordr'; did you mean lru_order\? allowed: lru_order, misses, max_admit",
         ),
         ("oled", {"max_swaps": 10**30}, r"max_swaps is 1e\+30, must be within 1e\+15"),
         ("full", {"misses": "h2d"}, "full has no knob 'misses'; allowed: none"),

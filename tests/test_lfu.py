@@ -1,15 +1,17 @@
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
 from commands import command
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import hits_per_execution, lfu_residents, pass_of, passes_of, run, shape_of
-from strategies import random_passes
+from reference import ESTIMATES, built, hits_per_execution, lfu_residents, pass_of, passes_of, run, shape_of
+from strategies import random_passes, traces
 
 from experiments.simulate import main
 from policies.contract import PolicyError
+from policies.driver import drive
 from policies.lfu import Knobs
 
 
@@ -49,6 +51,42 @@ def test_counting_by_load_can_change_who_stays():
         for inc in ("1", "n_e")
     ]
     assert [ids.tolist() for ids in held] == [[0, 2], [1, 2]]
+
+
+def test_counts_age_whenever_their_layer_runs():
+    # 0 was used three times long ago, 1 twice of late: 0.5 ** 3 + 0.5 ** 2 + 0.5 < 1 + 0.5, two forwards on
+    passes = passes_of([{0}, {0}, {0}, {1}, {1}, {2}])
+    held = [
+        np.flatnonzero(run("lfu", {"lfu_decay": decay}, shape_of(1, 3), passes, 2)[-1].plan.retained).tolist()
+        for decay in (1.0, 0.5)
+    ]
+    assert held == [[0, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.5, float("nan")])
+def test_impossible_decay_is_refused(decay):
+    with pytest.raises(PolicyError, match=r"lfu_decay is .*: must be above 0 and at most 1"):
+        Knobs(lfu_decay=decay)
+
+
+@given(traces(), st.data())
+@settings(max_examples=25)
+def test_a_global_pool_ranks_all_layers_alike(trace, data):
+    shape, passes = trace
+    slots = data.draw(st.integers(1, shape.num_experts)) * shape.num_layers
+    count, touched, resident, time = Counter(), {}, set(), 0
+    for decision in drive(built("lfu", {"pool": "global"}, shape, passes), passes, shape, slots, ESTIMATES):
+        layer = decision.step.layer
+        batch = {(layer, expert) for expert in np.flatnonzero(decision.step.load).tolist()}
+        assert set(decision.hits.tolist()) == {expert for _, expert in batch & resident}
+        for key in [*sorted(batch & resident), *sorted(batch - resident)]:
+            time += 1
+            touched[key] = time
+            count[key] += 1
+        ranked = sorted(resident | batch, key=lambda key: (key in batch, count[key], touched[key]), reverse=True)
+        resident = set(ranked[:slots])
+        numbers = {layer * shape.num_experts + expert for layer, expert in resident}
+        assert numbers == set(np.flatnonzero(decision.plan.retained).tolist())
 
 
 def test_previous_set_keeps_exactly_what_was_activated():

@@ -55,6 +55,30 @@ def test_each_order_touches_as_it_says(order, expected):
     assert touched_in_order(order) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "knobs", "limit", "retained"),
+    [
+        ("lru", {}, 1, [[3], [3, 4], [4, 5]]),
+        ("lru", {"lru_order": "misses_first"}, 1, [[3], [3, 4], [4, 5]]),
+        ("lru", {}, 0, [[], [], []]),
+        ("lru", {}, None, [[2, 3], [3, 4], [1, 5]]),
+        ("prev_set", {}, 1, [[3], [3, 4], [4, 5]]),
+        ("lfu", {}, 1, [[3], [3, 4], [1, 4]]),
+        ("lfu", {}, 2, [[2, 3], [3, 4], [1, 4]]),
+    ],
+)
+def test_only_so_many_transfers_enter(name, knobs, limit, retained):
+    passes = passes_of([{1, 2, 3}, {3, 4}, {1, 4, 5}])
+    decisions = run(name, {**knobs, "max_admit": limit}, shape_of(1, 6), passes, 2)
+    assert [np.flatnonzero(decision.plan.retained).tolist() for decision in decisions] == retained
+
+
+@pytest.mark.parametrize("name", ["lru", "lfu", "prev_set", "oled"])
+def test_impossible_limits_are_refused(name):
+    with pytest.raises(PolicyError, match="max_admit is -1: must be at least 0, or null for no limit"):
+        run(name, {"max_admit": -1}, shape_of(1, 6), passes_of([{1}]), 2)
+
+
 def test_a_batch_is_served_before_it_is_replaced():
     repeated = passes_of([range(60)] * 4)
     assert hits_per_execution(run("lru", {}, shape_of(1, 64), repeated, 40)) == [0, 40, 40, 40]

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import ESTIMATES, answers, built, context_of, hits_of, lru_residents, pass_of, run, sets_of, shape_of
-from reference_oled import PlainOled
+from reference_oled import PlainOled, priorities
 from strategies import change, random_passes, traces
 
 from policies.contract import Context, PolicyError
@@ -79,6 +79,32 @@ def test_equals_the_plain_policy(knobs, fields, trace, data):
     shape, passes = trace
     slots = draw_slots(data, shape)
     assert found(shape, passes, slots, **knobs) == plainly(shape, passes, slots, **fields)
+
+
+@pytest.mark.parametrize("fields", [{}, {"conf_mode": "end_iter", "resize_every": 1}], ids=str)
+@settings(max_examples=10)
+@given(traces(signals=True), st.data())
+def test_raw_gates_are_the_sigmoids_of_the_chosen(fields, trace, data):
+    shape, passes = trace
+    slots = draw_slots(data, shape)
+    raw = []
+    for pass_ in passes:
+        is_it = pass_.expert_ids[..., None] == pass_.signals.score_ids[:, :, None, :]
+        raw.append(change(pass_, gates=(pass_.signals.scores[:, :, None, :] * is_it).sum(axis=-1)))
+    assert found(shape, passes, slots, gate_kind="raw", **fields) == plainly(shape, raw, slots, **fields)
+
+
+@given(traces(), st.integers(0, 3))
+@settings(max_examples=15)
+def test_only_the_best_so_many_transfers_enter(trace, limit):
+    shape, passes = trace
+    for decision in run("oled", {"max_admit": limit, "layer_adapt": False}, shape, passes, shape.top_k):
+        step, plan = decision.step, decision.plan
+        p = priorities(step.expert_ids.tolist(), step.gates.tolist(), step.confidence.tolist())
+        entering = sorted(plan.transfers.tolist(), key=lambda e: (-p[e], e))[:limit]
+        assert set(np.flatnonzero(plan.retained & ~decision.resident)) <= set(entering)
+        held = decision.resident.sum() + len(entering)
+        assert plan.retained.sum() == min(held, decision.capacity)
 
 
 @pytest.mark.parametrize("online", [False, True])
@@ -346,7 +372,8 @@ def test_unknown_confidence_matters_only_to_priorities():
         ({"conf_decoded": "zero"}, "conf_decoded 'zero': allowed are prob, one, at_accept"),
         ({"conf_mode": "end_iter", "conf_decoded": "one"}, "end_iter .* needs conf_decoded=prob"),
         ({"conf_flip_scale": -1.0}, "conf_flip_scale is -1.0"),
-        ({"gate_kind": "raw"}, "gate_kind=raw needs the table signals"),
+        ({"gate_kind": "sigmoid"}, "gate_kind 'sigmoid': allowed are normalised, raw"),
+        ({"max_admit": -1}, "max_admit is -1: must be at least 0, or null for no limit"),
         ({"nbar": "lru"}, "nbar 'lru': allowed are calibration, missed"),
         ({"smooth": "mean"}, "smooth 'mean': allowed are ema, window5"),
         ({"resize": "now"}, "resize 'now': allowed are boundary, lazy"),
@@ -367,6 +394,8 @@ def test_what_cannot_be_built_or_begun():
     with pytest.raises(PolicyError, match="nbar=missed needs the passes of a calibration split, and there are none"):
         built("oled", {"nbar": "missed"}, shape, passes, []).init(None, shape, 12)
     assert build(Knobs(coop=False), Context(shape)).misses == "h2d"
+    with pytest.raises(PolicyError, match="gate_kind=raw needs scores of the table signals, which this trace lacks"):
+        build(Knobs(gate_kind="raw"), context_of(shape, passes))
     with pytest.raises(PolicyError, match="c_min is 17: allowed are 1 to 16"):
         build(Knobs(c_min=17), context_of(shape, passes))
     with pytest.raises(PolicyError, match="there are no passes"):
