@@ -52,7 +52,7 @@ class Kept:
     low: float  # confidence of the earlier forward, from
     high: float  # to
     num_tokens: int
-    ratio: float | None
+    ratio: float
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ def _by_gap(denoise: list[ForwardSets]) -> dict[int, Overlap]:
 def _kept(reader: TraceReader, shape: ModelShape) -> tuple[Kept, ...]:
     found = stability(routes(reader), shape.num_layers, shape.top_k)
     return tuple(
-        Kept(state.name.lower(), low, high, num_tokens, found.kept_ratio([state], low, high))
+        Kept(state.name.lower(), low, high, found.num_tokens([state], low, high), ratio)
         for state in TokenState
         for low, high in pairwise(found.edges.tolist())
-        if (num_tokens := found.num_tokens([state], low, high))
+        if (ratio := found.kept_ratio([state], low, high)) is not None
     )
