@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
+import secrets
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, ClassVar
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -29,16 +31,15 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from experiments.errors import ConfigError
+from experiments.files import CELL
+from experiments.terminal import INTERRUPTED, Ended, ending_as_error, flush, mend_streams
 from policies.contract import PlanError, PolicyError
 from policies.profile import ProfileError
+from tracer.records import read_object
 from tracer.schema import TraceError, choices
 
-ERROR_FILE = "error.json"
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: 1 shows tracebacks
-
-
-class ConfigError(ValueError):
-    """A key of the command line is missing or cannot be used so; the message says which and what is allowed."""
 
 
 # What a user can get wrong, and read in one line; anything else is a bug and keeps its traceback.
@@ -49,40 +50,57 @@ def hydra_command(
     program: str,
     config_name: str,
     run: Callable[[DictConfig], None],
-    finish: Callable[[Path], None] | None = None,
+    finish: Callable[[Path, str], None] | None = None,
 ) -> None:
     """Run a command line: `run` once, or with -m once for every cell of the grid.
 
     A user's error ends in one line on stderr and exit code 2; a cell's error is kept, the other cells run, and it is
-    listed at the end with exit code 1. An interrupt exits with 130.
+    listed at the end with exit code 1. An interrupt exits with 130, another signal to end with 128 and its number, a
+    reader that went away as SIGPIPE would.
 
     Args:
         program: name of the command, as messages show it.
         config_name: of the primary configuration in conf/.
         run: the work; its results go to `hydra.runtime.output_dir`.
-        finish: called after a multirun with its directory.
+        finish: called after a multirun with its directory and the name of its grid.
     """
+    mend_streams()
     if "--version" in sys.argv[1:]:
         print(f"{program} {version('oledsim')}")
         return
     wants_traceback = os.environ.get(FULL_ERROR) == "1"
     Directories.clear()
     try:
-        _run(program, config_name, run, finish)
-    except KeyboardInterrupt:
-        Directories.tidy()
+        with ending_as_error():
+            _run(program, config_name, run, finish)
+            flush()
+    except BrokenPipeError:  # whoever read what we print has seen enough
+        _settle()
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except (KeyboardInterrupt, Ended) as end:
+        _settle()
         kept = f"; finished cells are kept in {Directories.sweep}" if Directories.sweep else ""
-        print(f"{program}: interrupted{kept}", file=sys.stderr)
-        raise SystemExit(130) from None
+        what, code = (
+            (f"ended by {end.signal.name}", end.code) if isinstance(end, Ended) else ("interrupted", INTERRUPTED)
+        )
+        print(f"{program}: {what}{kept}", file=sys.stderr)
+        raise SystemExit(code) from None
     except (HydraException, *USER_ERRORS) as error:
-        Directories.tidy()
+        _settle()
         if wants_traceback:
             raise
         print(f"{program}: error: {explain(error)}", file=sys.stderr)
         raise SystemExit(2) from None
     except Exception:
-        Directories.tidy()
+        _settle()
         raise
+
+
+def _settle() -> None:
+    """Leave nothing behind, neither in directories nor in stdout."""
+    Directories.tidy()
+    with suppress(OSError):
+        flush()
 
 
 def explain(error: BaseException) -> str:
@@ -92,7 +110,7 @@ def explain(error: BaseException) -> str:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return f"{group}={name}: not known; {choices(name, error.options)}"
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: cannot be read; must be key=value, with quotes around values that hold any of (){{}}[],=: or blanks"
+        return f"{error.override}: cannot be read; must be key=value, with quotes around values that hold any of (){{}}[],=:, blanks or letters beyond ASCII"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and isinstance(cause.parent_node, DictConfig):
         keys = [str(key) for key in cause.parent_node if key != "hydra"]
         return f"{cause.full_key}: no such key; {choices(str(cause.key), keys)}"
@@ -111,9 +129,9 @@ def _run(
     program: str,
     config_name: str,
     run: Callable[[DictConfig], None],
-    finish: Callable[[Path], None] | None,
+    finish: Callable[[Path, str], None] | None,
 ) -> None:
-    job = Job(program, run)
+    job = Job(program, run, grid=secrets.token_hex(8))
     with _hydra_environment(_ordered(sys.argv[1:])):
         try:
             hydra.main("pkg://conf", config_name, version_base="1.3")(job)()
@@ -123,8 +141,8 @@ def _run(
         raise job.failure
     if Directories.sweep is not None:
         if finish is not None:
-            finish(Directories.sweep)
-        _report_failures(program, Directories.sweep)
+            finish(Directories.sweep, job.grid)
+        _report_failures(program, Directories.sweep, job.grid)
 
 
 def _ordered(arguments: list[str]) -> list[str]:
@@ -139,6 +157,9 @@ def _ordered(arguments: list[str]) -> list[str]:
     if found.experimental_rerun is not None:
         raise ConfigError("--experimental-rerun: reads a pickle, which could run anything; it is not supported")
     overrides = found.overrides
+    for override in OverridesParser.create().parse_overrides(overrides):
+        if found.multirun and override.key_or_group == "output.dir" and override.is_sweep_override():
+            raise ConfigError(f"{override.input_line}: a grid has one directory, and its cells lie below it")
     return [*overrides, *(argument for argument in arguments if argument not in overrides)]
 
 
@@ -167,6 +188,7 @@ class Job:
 
     program: str
     run: Callable[[DictConfig], None]
+    grid: str  # names this multirun among those of its directory
     failure: Exception | None = field(default=None, compare=False)
 
     def __call__(self, config: DictConfig) -> None:
@@ -181,31 +203,45 @@ class Job:
             return
         directory, overrides = Path(settings.runtime.output_dir), list(settings.overrides.task)
         print(f"{self.program}: cell {settings.job.num}: {' '.join(overrides)}", file=sys.stderr)
-        (directory / ERROR_FILE).unlink(missing_ok=True)
+        cell: dict[str, Any] = {"grid": self.grid, "overrides": overrides, "error": None}
         try:
             self.run(config)
         except Exception as error:  # one cell; the others go on, and all failures are listed at the end
-            _record_failure(directory, overrides, error)
+            cell["error"] = _text_of(error)
+        (directory / CELL).write_text(json.dumps(cell, indent=2) + "\n")
 
 
-def _record_failure(directory: Path, overrides: list[str], error: Exception) -> None:
+def _text_of(error: Exception) -> str:
+    """A cell's error in one line; a bug keeps its traceback on stderr."""
     if isinstance(error, USER_ERRORS):
-        text = explain(error)
-    else:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        traceback.print_exception(error)
-    record = {"overrides": overrides, "error": text}
-    (directory / ERROR_FILE).write_text(json.dumps(record, indent=2) + "\n")
+        return explain(error)
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _report_failures(program: str, sweep: Path) -> None:
-    """List the cells that failed, and exit with 1 if there are any."""
-    records: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(sweep.rglob(ERROR_FILE))]
-    if not records:
+def cells_of(sweep: Path) -> dict[Path, dict[str, Any]]:
+    """What became of each cell below a directory when it was run last: its `grid`, `overrides` and `error`, or null."""
+    found = {}
+    for path in sorted(sweep.rglob(CELL)):
+        if any(part.startswith(".") for part in path.relative_to(sweep).parts):
+            continue
+        try:
+            cell = read_object(path)
+        except TraceError:  # somebody else's, or cut short
+            continue
+        if {"grid", "overrides", "error"} == set(cell):
+            found[path.parent] = cell
+    return found
+
+
+def _report_failures(program: str, sweep: Path, grid: str) -> None:
+    """List the cells of this grid that failed, and exit with 1 if there are any."""
+    failed = [cell for cell in cells_of(sweep).values() if cell["grid"] == grid and cell["error"] is not None]
+    if not failed:
         return
-    print(f"{program}: {len(records)} of the cells in {sweep} failed:", file=sys.stderr)
-    for record in records:
-        print(f"{program}: error: {' '.join(record['overrides'])}: {record['error']}", file=sys.stderr)
+    print(f"{program}: {len(failed)} of the cells in {sweep} failed:", file=sys.stderr)
+    for cell in failed:
+        print(f"{program}: error: {' '.join(cell['overrides'])}: {cell['error']}", file=sys.stderr)
     raise SystemExit(1)
 
 
@@ -216,41 +252,32 @@ class Directories(Callback):
     """
 
     sweep: ClassVar[Path | None] = None
-    created: ClassVar[list[Path]] = []  # directories that were not there before
-    written: ClassVar[list[Path]] = []  # what Hydra writes before any work is done
+    created: ClassVar[list[Path]] = []  # directories that were not there before, innermost first
 
-    @classmethod
-    def clear(cls) -> None:
+    @staticmethod
+    def clear() -> None:
         """Forget what an earlier command did."""
-        cls.sweep, cls.created, cls.written = None, [], []
+        Directories.sweep, Directories.created = None, []
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Hydra's hook before a single run."""
-        directory = Path(config.hydra.run.dir).absolute()
-        self._note(directory)
-        if config.hydra.output_subdir is not None:
-            self.written.append(directory / config.hydra.output_subdir)
+        self._note(Path(config.hydra.run.dir).absolute())
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Hydra's hook before a multirun."""
         Directories.sweep = Path(config.hydra.sweep.dir).absolute()
         self._note(Directories.sweep)
 
-    @classmethod
-    def _note(cls, directory: Path) -> None:
-        cls.created = [path for path in (directory, *directory.parents) if not path.exists()]
+    @staticmethod
+    def _note(directory: Path) -> None:
+        Directories.created = [path for path in (directory, *directory.parents) if not path.exists()]
 
-    @classmethod
-    def tidy(cls) -> None:
-        """Remove Hydra's own files of a command that failed, and the directories that were made for them."""
-        for path in cls.written:
-            shutil.rmtree(path, ignore_errors=True)
-        if (
-            cls.sweep is not None
-            and cls.sweep in cls.created
-            and [path.name for path in cls.sweep.glob("*")] == ["multirun.yaml"]
-        ):
-            (cls.sweep / "multirun.yaml").unlink()  # no cell was begun
-        for path in cls.created:
-            if path.is_dir() and not any(path.iterdir()):
+    @staticmethod
+    def tidy() -> None:
+        """Remove the directories that were made for a command that failed, where nothing came of it."""
+        sweep = Directories.sweep
+        if sweep in Directories.created and [path.name for path in sweep.glob("*")] == ["multirun.yaml"]:
+            (sweep / "multirun.yaml").unlink()  # no cell was begun
+        for path in Directories.created:
+            with suppress(OSError):  # holds something, or is gone
                 path.rmdir()

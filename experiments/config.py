@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from experiments.cli import ConfigError
+from experiments.errors import ConfigError
 from experiments.profiles import load_profile, profile_from_dict, shape_from_dict
 from policies.profile import HardwareProfile
 from policies.registry import POLICIES
@@ -43,6 +43,7 @@ class Output:
     """Where results go, and in what detail."""
 
     dir: str = MISSING  # outputs/DATE/TIME, for a multirun multirun/DATE/TIME
+    overwrite: bool = False  # replace a finished run of another configuration
     per_layer: bool = False  # result.parquet with one row for each layer execution
 
 
@@ -89,10 +90,21 @@ def refuse_unknown(config: DictConfig) -> None:
                 raise ConfigError(f"{group}{key}: no such key; allowed: {', '.join(allowed)}")
 
 
-def policy_of(config: DictConfig) -> tuple[str, dict[str, Any]]:
-    """Name and knobs of the policy that a configuration asks for."""
+def policy_of(config: DictConfig, choice: str) -> tuple[str, dict[str, Any]]:
+    """Name and knobs of the policy that a configuration asks for.
+
+    Args:
+        config: the node `policy`.
+        choice: option of the group that its knobs are from.
+
+    Raises:
+        ConfigError: the name is that of another policy.
+    """
     knobs: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
-    return str(knobs.pop("name")), knobs
+    name = knobs.pop("name")
+    if name != choice:
+        raise ConfigError(f"policy.name is {name!r} with the knobs of {choice}; a policy is chosen by policy={name}")
+    return name, knobs
 
 
 def hardware_of(config: DictConfig, overrides: Sequence[str]) -> HardwareProfile:
@@ -116,8 +128,13 @@ def hardware_of(config: DictConfig, overrides: Sequence[str]) -> HardwareProfile
     merged = OmegaConf.create(asdict(load_profile(path)))
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         group, _, key = override.key_or_group.partition(".")
-        if group == "hardware" and key not in ("", "path"):
-            OmegaConf.update(merged, key, override.value())
+        if group != "hardware":
+            continue
+        value = override.value()
+        changes = {key: value} if key else value if isinstance(value, dict) else {}  # a text chooses of the group
+        for name, changed in changes.items():
+            if name != "path":
+                OmegaConf.update(merged, str(name), changed)
     return profile_from_dict(OmegaConf.to_container(merged), str(path))  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
@@ -14,13 +14,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from experiments.identity import asked, identity, sources
 from experiments.profiles import profile_hash
 from policies.contract import Policy
-from policies.jit import source_hash
 from policies.profile import HardwareProfile
+from tracer.files import metadata_hash
 from tracer.store import TraceReader
 
-PACKAGES = ("experiments", "policies", "simulator", "tracer")
 LIBRARIES = ("oledsim", "numpy", "numba", "polars", "pyarrow", "simpy", "hydra-core")
 
 
@@ -29,13 +29,16 @@ def manifest(
     profile: HardwareProfile,
     policy: Policy,
     config: Mapping[str, Any],
+    overrides: Sequence[str],
     seed: int,
     calibration: str,
 ) -> dict[str, Any]:
     """The record that stands beside every result, as plain data."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "config": dict(config),
+        "identity": identity(config, metadata_hash(reader.metadata), profile_hash(profile), calibration),
+        "config": asked(config),
+        "overrides": list(overrides),
         "seed": seed,
         "policy": {"name": policy.name, "variant": policy.variant, "misses": policy.misses, "pool": policy.pool},
         "calibration": calibration,
@@ -50,11 +53,6 @@ def manifest(
         "source_tree": _source_tree(),
         "host": {"system": platform.platform(), "machine": platform.machine(), "num_cpus": os.cpu_count()},
     }
-
-
-def sources() -> str:
-    """Names the code that made a result; a sweep takes up only results of the code that it runs with."""
-    return source_hash("conf/**/*.yaml", *(f"{package}/*.py" for package in PACKAGES))
 
 
 def _version(distribution: str) -> str | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,17 @@ from tqdm import tqdm
 
 from experiments import metrics
 from experiments.calibration import context_of
+from experiments.errors import ConfigError
 from experiments.files import RunFiles
 from experiments.manifest import manifest
-from experiments.profiles import changes_of, load_profile, load_shape
+from experiments.profiles import changes_of, find_profile, find_shape, profile_hash
 from experiments.results import ForwardTable
 from policies.contract import Policy, PolicyError
 from policies.profile import Costs, HardwareProfile, estimates_of
 from policies.registry import build_policy
 from simulator.des import simulate as simulate_events
+from tracer.files import metadata_hash
+from tracer.records import make_record
 from tracer.schema import WEIGHT_BITS, ModelShape, TraceError
 from tracer.shipped import find_trace
 from tracer.store import TraceReader
@@ -62,6 +65,25 @@ class Result:
     manifest: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class _Plain:
+    """The arguments of `simulate` that are plain values, by which they are checked."""
+
+    policy: str
+    slots_per_layer: int
+    knobs: dict[str, Any] | None
+    expert_dtype: str | None
+    warmup_requests: int
+    calibration: str
+    staging_slots: int | None
+    seed: int
+    overwrite: bool
+    per_layer: bool
+    config: dict[str, Any] | None
+    overrides: tuple[str, ...]
+    progress: bool
+
+
 def simulate(
     trace: str | Path | TraceReader,
     policy: str = "oled",
@@ -76,8 +98,10 @@ def simulate(
     staging_slots: int | None = None,
     seed: int = 0,
     output: str | Path | None = None,
+    overwrite: bool = False,
     per_layer: bool = False,
     config: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
     progress: bool = False,
 ) -> Result:
     """Run one policy over one trace in simulated time.
@@ -96,40 +120,66 @@ def simulate(
             path of a record.
         staging_slots: GPU slots beyond the cache for experts in transit; None is twice the transfer chunk.
         seed: for policies that draw random numbers.
-        output: directory for summary.json, result.parquet, decisions.parquet and manifest.json, all or none of them.
+        output: directory for summary.json, result.parquet, decisions.parquet and manifest.json, all or none of them;
+            it holds nothing else. A run there that was asked for the same is replaced.
+        overwrite: replace a run of any configuration in `output`.
         per_layer: let result.parquet have one row for each layer execution.
-        config: settings to keep in the manifest.
+        config: what was asked for, for the manifest; None makes it of these arguments.
+        overrides: of it what stood on a command line.
         progress: show a bar on stderr when it is a terminal.
 
     Raises:
         TraceError, PolicyError, ProfileError: an argument is not what it must be; nothing is written.
+        ConfigError: an argument is of another type, or `output` cannot take the results.
     """
+    arguments = locals()
+    given = make_record(_Plain, {name: arguments[name] for name in _Plain.__annotations__}, "simulate", ConfigError)
+    for name, value, kinds in (("trace", trace, (str, Path, TraceReader)), ("output", output, (str, Path, type(None)))):
+        if not isinstance(value, kinds):
+            raise ConfigError(f"simulate: {name} is {value!r}, must be a path")
     reader = trace if isinstance(trace, TraceReader) else TraceReader(find_trace(str(trace)))
-    profile = hardware if isinstance(hardware, HardwareProfile) else load_profile(hardware)
+    profile = find_profile(hardware)
     traced = reader.metadata.shape
-    charged = traced if shape == "trace" else load_shape(shape) if isinstance(shape, str) else shape
-    _check_sizes(slots_per_layer, traced, warmup_requests, reader, expert_dtype)
-    expert_bytes = charged.expert_bytes(expert_dtype)
-    costs = profile.costs(charged, expert_bytes, policy)
-    context, calibration_name = context_of(reader, warmup_requests, calibration, seed)
-    built = build_policy(policy, dict(knobs or {}), context)
-    staging = 2 * costs.transfer_chunk if staging_slots is None else staging_slots
-    slots = slots_per_layer * traced.num_layers
+    charged = find_shape(shape, traced)
+    _check_sizes(given.slots_per_layer, traced, given.warmup_requests, reader, given.expert_dtype)
+    expert_bytes = charged.expert_bytes(given.expert_dtype)
+    costs = profile.costs(charged, expert_bytes, given.policy)
+    context, calibration_name = context_of(reader, given.warmup_requests, given.calibration, given.seed)
+    built = build_policy(given.policy, dict(given.knobs or {}), context)
+    staging = 2 * costs.transfer_chunk if given.staging_slots is None else given.staging_slots
+    slots = given.slots_per_layer * traced.num_layers
     passes = reader.passes(signals=built.reads_signals and reader.has_signals)
     chunks = simulate_events(passes, built, traced, slots, costs, estimates_of(costs), staging_slots=staging)
     table = ForwardTable(
-        traced.num_layers, traced.num_experts, warmup_requests, costs.policy_ns, built.pool == "global"
+        traced.num_layers, traced.num_experts, given.warmup_requests, costs.policy_ns, built.pool == "global"
     )
-    run_manifest = manifest(reader, profile, built, config or {}, seed, calibration_name)
-    bar = tqdm(total=reader.num_passes, desc=policy, unit="forward", disable=not (progress and sys.stderr.isatty()))
-    with RunFiles(output) as files, bar:
+    config = given.config
+    if config is None:
+        config = {
+            "trace": str(reader.path),
+            "policy": {"name": given.policy, **(given.knobs or {})},
+            "hardware": asdict(profile),
+            "shape": shape if isinstance(shape, str) else asdict(shape),
+            "cache": {"slots_per_layer": given.slots_per_layer},
+            "expert_dtype": given.expert_dtype,
+            "warmup_requests": given.warmup_requests,
+            "calibration": given.calibration,
+            "staging_slots": given.staging_slots,
+            "seed": given.seed,
+            "output": {"per_layer": given.per_layer},
+        }
+    run_manifest = manifest(reader, profile, built, config, given.overrides, given.seed, calibration_name)
+    bar = tqdm(
+        total=reader.num_passes, desc=given.policy, unit="forward", disable=not (given.progress and sys.stderr.isatty())
+    )
+    with RunFiles(output, run_manifest["config"], given.overwrite) as files, bar:
         for chunk in chunks:
             table.add(chunk)
             files.add(chunk)
             bar.update(len(chunk.forwards))
-        summary = _summary(table, built, reader, profile, costs, charged, warmup_requests, staging)
+        summary = _summary(table, built, reader, profile, costs, charged, given.warmup_requests, staging)
         result = Result(summary, table.frame(), run_manifest)
-        files.finish(result.summary, result.manifest, result.forwards, per_layer)
+        files.finish(result.summary, result.manifest, result.forwards, given.per_layer)
     return result
 
 
@@ -169,13 +219,15 @@ def _summary(
         "sized": policy.sized,
         "slots_per_layer": num_slots // metadata.shape.num_layers,
         "trace": reader.path.stem,
+        "trace_hash": metadata_hash(metadata),
         "source": metadata.source,
         "traced_hidden": metadata.shape.hidden,
         "training_minutes": metadata.details.get("training", {}).get("minutes"),
         "warmup": warmup_requests,
         "hardware": profile.name,
         "hardware_changes": changes_of(profile),
-        "provenance": profile.provenance,
+        "profile_hash": profile_hash(profile),
+        "provenance": profile.provenance_at(charged, costs.expert_bytes),
         "provisional": profile.provisional,
         "charged_hidden": charged.hidden,
         "charged_expert_intermediate": charged.expert_intermediate,

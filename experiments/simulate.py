@@ -11,11 +11,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import config as schema
 from experiments import sweep
+from experiments.calibration import context_of
 from experiments.cli import hydra_command
+from experiments.identity import identity
 from experiments.profiles import profile_hash
 from experiments.run import simulate
 from experiments.sweep import shown, table_of
 from experiments.table import format_table
+from tracer.files import metadata_hash
 from tracer.shipped import find_trace
 from tracer.store import TraceReader
 
@@ -33,12 +36,14 @@ def run(config: DictConfig) -> None:
     overrides = list(settings.overrides.task)
     directory = Path(settings.runtime.output_dir)
     is_cell = settings.mode == RunMode.MULTIRUN
+    policy, knobs = schema.policy_of(config.policy, settings.runtime.choices["policy"])
     reader = TraceReader(find_trace(config.trace))
     profile = schema.hardware_of(config.hardware, overrides)
-    if is_cell and sweep.is_done(directory, reader.metadata.content_hash, profile_hash(profile)):
-        return
     record: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
-    policy, knobs = schema.policy_of(config.policy)
+    _, calibration = context_of(reader, config.warmup_requests, config.calibration)
+    contents = metadata_hash(reader.metadata), profile_hash(profile), calibration
+    if is_cell and sweep.is_done(directory, identity(record, *contents)):
+        return
     result = simulate(
         reader,
         policy,
@@ -52,8 +57,10 @@ def run(config: DictConfig) -> None:
         staging_slots=config.staging_slots,
         seed=config.seed,
         output=directory,
+        overwrite=config.output.overwrite,
         per_layer=config.output.per_layer,
-        config=record | {"overrides": overrides},
+        config=record,
+        overrides=overrides,
         progress=True,
     )
     if not is_cell:

@@ -1,9 +1,10 @@
-"""A multirun as one table: where each cell lies, whether it is done, and all cells that are done."""
+"""A multirun as one table: where each cell lies, whether it is done, and all runs that are."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,14 @@ import polars as pl
 from omegaconf import DictConfig, OmegaConf
 from polars import selectors
 
-from experiments.cli import ERROR_FILE
-from experiments.files import MANIFEST, SUMMARY
-from experiments.manifest import sources
+from experiments.cli import cells_of
+from experiments.files import Run, read_run, write_parquet
+from experiments.identity import UNSIZED, asked, sources
 from experiments.table import SECTION, format_table
 from policies.registry import POLICIES
-from tracer.records import read_object
-from tracer.schema import TraceError
 
-# these ignore the cache size, so a sweep has one cell of each
-UNSIZED = tuple(name for name, module in POLICIES.items() if not getattr(module, "SIZED", True))
-_NAMED_BY_COLUMNS = ("policy", "trace", "hardware", "cache.slots_per_layer", "output.dir")
+_NAMED_BY_COLUMNS = ("policy", "trace", "hardware", "cache.slots_per_layer")
+_NAMED_BY_GROUPS = ("policy.", "output.")  # knobs stand in the column variant; what a place is, no number depends on
 
 
 def cell_name(root: DictConfig) -> str:
@@ -30,14 +28,10 @@ def cell_name(root: DictConfig) -> str:
 
     A cell that is run again meets its own result; sizes that a policy ignores share one directory.
     """
-    config: dict[str, Any] = OmegaConf.to_container(root)  # type: ignore[assignment]
-    config.pop("hydra", None)
-    config["output"].pop("dir")
+    config = asked(OmegaConf.to_container(root))  # type: ignore[arg-type]
     policy = str(config["policy"]["name"])
     size = [] if policy in UNSIZED else [str(config["cache"]["slots_per_layer"])]
-    if policy in UNSIZED:
-        config.pop("cache")
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:10]
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:10]
     return "-".join([policy, *size, digest])
 
 
@@ -45,39 +39,41 @@ def cell_name(root: DictConfig) -> str:
 OmegaConf.register_new_resolver("cell_name", lambda *, _root_: cell_name(_root_), replace=True)
 
 
-def is_done(directory: Path, trace_hash: str, profile_hash: str) -> bool:
-    """The directory holds the whole result of this trace and profile, made by this code."""
-    found = _result(directory)
-    if found is None:
-        return False
-    manifest = found[1]
-    return (manifest["trace"]["content_hash"], manifest["profile"]["hash"]) == (trace_hash, profile_hash)
+def is_done(directory: Path, identity: str) -> bool:
+    """The directory holds the whole result of this very run."""
+    found = read_run(directory)
+    return found is not None and found.manifest.get("identity") == identity
 
 
-def _result(directory: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Summary and manifest of a directory, if they are there, whole, and made by this code."""
-    try:
-        summary, manifest = read_object(directory / SUMMARY), read_object(directory / MANIFEST)
-    except (FileNotFoundError, TraceError):
-        return None
-    return (summary, manifest) if manifest.get("sources") == sources() else None
+def collect(sweep: Path, grid: str | None = None) -> tuple[pl.DataFrame, list[str]]:
+    """The cells of a grid, and other runs that lie whole in its directory, as one table; empty if there are none.
 
+    Cells that failed are left out, and results of other code than this.
 
-def collect(sweep: Path) -> tuple[pl.DataFrame, list[str]]:
-    """All cells below a directory that are done and were made by this code, as one table; empty if there are none.
+    Args:
+        sweep: directory of a multirun.
+        grid: whose cells to look for at any depth; other runs lie directly in `sweep`.
 
     Returns:
-        The table, with every value of the summaries, and the names of the columns that were added to it: one for each
-        key that was swept and that no other column shows.
+        The table, with every value of the summaries and in `run` the directory of each, and the names of the columns
+        that were added to it: one for each key that was swept and that no other column shows.
     """
-    summaries, configs = [], []
-    for path in sorted(sweep.rglob(SUMMARY)):
-        found = _result(path.parent)
-        if found is not None and not (path.parent / ERROR_FILE).exists():
-            summaries.append(found[0])
-            configs.append(found[1]["config"])
-    swept = _swept(configs)
-    rows = [summary | {key: column[row] for key, column in swept.items()} for row, summary in enumerate(summaries)]
+    cells = cells_of(sweep)
+    failed = {directory for directory, cell in cells.items() if cell["error"] is not None}
+    own = {directory for directory, cell in cells.items() if cell["grid"] == grid}
+    beside = {path for path in sweep.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    runs: list[Run] = []
+    places: list[str] = []
+    for directory in sorted(({sweep} | beside | own) - failed):
+        found = read_run(directory)
+        if found is not None and found.manifest.get("sources") == sources():
+            runs.append(found)
+            places.append(str(directory.relative_to(sweep)))
+    swept = _swept([found.manifest for found in runs])
+    rows = [
+        found.summary | {"run": place} | {key: column[row] for key, column in swept.items()}
+        for row, (found, place) in enumerate(zip(runs, places, strict=True))
+    ]
     return table_of(rows, list(swept)), list(swept)
 
 
@@ -93,9 +89,9 @@ def table_of(summaries: Iterable[Mapping[str, Any]], swept: Sequence[str] = ()) 
     return ordered.with_columns(selectors.by_dtype(pl.Null).cast(pl.Float64))
 
 
-def finish(sweep: Path) -> None:
+def finish(sweep: Path, grid: str) -> None:
     """Write `sweep.parquet` of all cells that are done, and print it as a table."""
-    table, swept = collect(sweep)
+    table, swept = collect(sweep, grid)
     if table.is_empty():
         return
     write_table(table, sweep / "sweep.parquet")
@@ -109,20 +105,24 @@ def shown(path: Path) -> str:
 
 def write_table(table: pl.DataFrame, path: Path) -> None:
     """Write a Parquet file that is there whole or not at all."""
-    partial = path.with_name(f".partial-{path.name}")
-    table.write_parquet(partial)
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    write_parquet(table, partial)
     partial.replace(path)
 
 
-def _swept(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Values, cell by cell, of the keys set on the command line that differ between cells and stand in no column."""
+def _swept(manifests: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Values, run by run, of the keys set on the command line that differ between runs and stand in no column."""
     given = [
-        dict(override.lstrip("+").split("=", 1) for override in config["overrides"] if "=" in override)
-        for config in configs
+        dict(override.lstrip("+").split("=", 1) for override in manifest["overrides"] if "=" in override)
+        for manifest in manifests
     ]
-    keys = {key for cell in given for key in cell if key not in _NAMED_BY_COLUMNS and not key.startswith("policy.")}
+    configs = [manifest["config"] for manifest in manifests]
+    plain = {key for config in configs for key, value in config.items() if not isinstance(value, (Mapping, list))}
+    keys = plain.union(*given).difference(_NAMED_BY_COLUMNS)
     columns = {
-        key: [_value(config, key, cell) for config, cell in zip(configs, given, strict=True)] for key in sorted(keys)
+        key: [_value(config, key, cell) for config, cell in zip(configs, given, strict=True)]
+        for key in sorted(keys)
+        if not key.startswith(_NAMED_BY_GROUPS)
     }
     return {key: _one_type(values) for key, values in columns.items() if len(set(map(str, values))) > 1}
 

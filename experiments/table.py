@@ -10,15 +10,19 @@ from typing import Any
 
 import polars as pl
 
+WIDTH = 80
 HASH_DIGITS = 8
 NEVER_VALIDATED = "from data sheets, never validated on this GPU"
+_KNOWN = {"datasheet": NEVER_VALIDATED, "roofline": "not measured at these sizes"}  # by provenance
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 # Rows that differ in one of these stand in tables of their own, as nothing but the caption tells them apart.
 SECTION = (
     "trace",
+    "trace_hash",
     "source",
     "hardware",
     "hardware_changes",
+    "profile_hash",
     "provenance",
     "provisional",
     "charged_hidden",
@@ -30,10 +34,14 @@ SECTION = (
 
 @dataclass(frozen=True)
 class Column:
-    """One column: two lines of heading and the cells as text."""
+    """One column: two lines of heading and the cells as text.
+
+    `rank` says which columns go first where not all fit: those of the highest; 0 stays.
+    """
 
     head: tuple[str, str]
     cells: list[str]
+    rank: int = 0
     is_text: bool = False
 
     @property
@@ -47,58 +55,80 @@ class Column:
         return [pad(text, self.width) for text in (*self.head, *self.cells)]
 
 
-def format_table(table: pl.DataFrame, swept: Sequence[str] = (), width: int = 110) -> str:
+def format_table(table: pl.DataFrame, swept: Sequence[str] = (), width: int = WIDTH) -> str:
     """Lay out rows of results for a terminal.
 
     Args:
         table: rows with the columns of a run's summary.
         swept: further columns that tell rows apart; they go to the captions.
-        width: to wrap captions and notes at; a table needs about 100 characters.
+        width: characters of a line; columns that do not fit are left out, from 110 on none are.
     """
     keys = [key for key in (*SECTION, *swept) if key in table.columns]
     sections = table.partition_by(keys, maintain_order=True, include_key=True) if keys else [table]
-    return "\n\n".join(_section(section, swept, width) for section in sections)
+    first = [section.row(0, named=True) for section in sections]
+    captions = [[*describe(row, swept), *_contents(row, first)] for row in first]
+    return "\n\n".join(_section(*parts, width) for parts in zip(sections, captions, strict=True))
 
 
-def _section(rows: pl.DataFrame, swept: Sequence[str], width: int) -> str:
+def _contents(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What tells a trace and a profile apart from others of these rows that bear the same name."""
+    parts = []
+    for what, digest, names in (
+        ("trace", "trace_hash", ("trace",)),
+        ("profile", "profile_hash", ("hardware", "hardware_changes")),
+    ):
+        if len({other[digest] for other in rows if all(other[name] == row[name] for name in names)}) > 1:
+            parts.append(f"{what} content {row[digest][:HASH_DIGITS]}")
+    return parts
+
+
+def _section(rows: pl.DataFrame, caption: Sequence[str], width: int) -> str:
     variants = [variant for variant in rows["variant"].unique(maintain_order=True) if variant]
     marks = {variant: f" [{i}]" for i, variant in enumerate(variants, 1)}
     names = [name + marks.get(variant, "") for name, variant in rows.select("policy", "variant").iter_rows()]
     columns = [Column(("policy", ""), names, is_text=True)]
     constant = []
-    for key in ("pool", "misses"):
+    for key, rank in (("pool", 2), ("misses", 1)):
         if rows[key].n_unique() == 1:
             constant.append(f"{key} {rows[key][0]}")
         else:
-            columns.append(Column((key, ""), rows[key].to_list(), is_text=True))
+            columns.append(Column((key, ""), rows[key].to_list(), rank, is_text=True))
     unit = _byte_unit(rows["h2d_bytes"])
     columns += [
         Column(("slots", "/layer"), [str(value) for value in rows["slots_per_layer"]]),
         Column(("TPOT", "ms"), _numbers(rows["tpot_ms"])),
-        Column(("TTFT", "ms"), _numbers(rows["ttft_ms"])),
+        Column(("TTFT", "ms"), _numbers(rows["ttft_ms"]), 4),
         Column(("util.", "%"), _percents(rows["utilization"])),
-        Column(("util. %", "by slot"), _percents(rows["utilization_slot_weighted"])),
+        Column(("util. %", "by slot"), _percents(rows["utilization_slot_weighted"]), 7),
         Column(("hit", "%"), _percents(rows["hit_ratio"])),
-        Column(("token", "hit %"), _percents(rows["token_hit_ratio"])),
-        Column(("eff.", "copy %"), _percents(rows["effective_transfer_ratio"])),
+        Column(("token", "hit %"), _percents(rows["token_hit_ratio"]), 6),
+        Column(("eff.", "copy %"), _percents(rows["effective_transfer_ratio"]), 5),
         Column(("H2D", unit), _numbers(rows["h2d_bytes"] / _UNITS[unit])),
-        Column(("stall", "ms"), _numbers(rows["exposed_stall_ms"])),
+        Column(("stall", "ms"), _numbers(rows["exposed_stall_ms"]), 3),
         Column(("decision", "hash"), [digest[:HASH_DIGITS] for digest in rows["decision_hash"]]),
     ]
-    caption = _wrap("; ".join([*describe(rows.row(0, named=True), swept), *constant]), width, "")
+    columns = _fitting(columns, width)
+    head = _wrap("; ".join([*caption, *constant]), width, "")
     lines = ["  ".join(parts).rstrip() for parts in zip(*(column.lines() for column in columns), strict=True)]
     rule = "  ".join("-" * column.width for column in columns)
     notes = [_wrap(f"[{i}] {variant}", width, "    ") for i, variant in enumerate(variants, 1)]
-    return "\n".join([caption, "", *lines[:2], rule, *lines[2:], *notes, *_warnings(rows, width)])
+    return "\n".join([head, "", *lines[:2], rule, *lines[2:], *notes, *_warnings(rows, width)])
+
+
+def _fitting(columns: Sequence[Column], width: int) -> list[Column]:
+    """The columns without those of highest rank that a line has no room for."""
+    kept = list(columns)
+    while sum(column.width + 2 for column in kept) - 2 > width and any(column.rank for column in kept):
+        kept.remove(max(kept, key=lambda column: column.rank))
+    return kept
 
 
 def describe(row: Mapping[str, Any], swept: Sequence[str] = ()) -> list[str]:
     """What a row's numbers come from: trace and its source, machine and how it is known, sizes, warm-up."""
     hardware = f"hardware {row['hardware']}"
-    if row["provenance"] == "datasheet":
-        hardware += f" ({NEVER_VALIDATED})"
-    elif row["provisional"]:
-        hardware += " (provisional)"
+    known = [text for text in (_KNOWN.get(row["provenance"]), "provisional" if row["provisional"] else None) if text]
+    if known:
+        hardware += f" ({', '.join(known)})"
     if row["hardware_changes"] and not any(key.startswith("hardware.") for key in swept):
         hardware += f" with {row['hardware_changes']}"
     parts = [f"trace {row['trace']}", f"source {row['source']} ({_traced(row)})", hardware]

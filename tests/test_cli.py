@@ -2,6 +2,10 @@
 
 import errno
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,9 +79,14 @@ def files():
 
 def test_a_run_writes_to_a_dated_directory_and_no_log():
     assert run("needed=x", "number=4") == (0, "", "")
-    names = [Path(name).parts[3:] for name in files()]
-    assert names == [(".hydra", f"{name}.yaml") for name in ("config", "hydra", "overrides")] + [("result.txt",)]
+    assert [Path(name).parts[3:] for name in files()] == [("result.txt",)]
     assert next(Path().glob("outputs/*/*/result.txt")).read_text() == "4 red x"
+
+
+def test_runs_of_one_second_have_directories_of_their_own():
+    for number in range(3):
+        assert run("needed=x", f"number={number}").code == 0
+    assert len(files()) == 3
 
 
 def test_output_dir_names_the_directory():
@@ -110,6 +119,8 @@ def test_output_dir_names_the_directory():
         (["needed=x", "number=7"], ["number is 7, must not be"]),
         (["-m", "needed=x", "colour=red,rde"], ["colour=rde", "did you mean red?"]),
         (["-m", "needed=x", "number=1,many"], ["number", "many", "Integer"]),
+        (["-m", "needed=x", "output.dir=a,b"], ["output.dir=a,b", "one directory"]),
+        (["needed=é"], ["needed=é", "key=value", "letters beyond ASCII"]),
     ],
 )
 def test_a_users_error_is_one_line_and_leaves_nothing(arguments, words):
@@ -173,11 +184,15 @@ def test_an_interrupt_is_one_line():
 
 def test_a_failed_cell_does_not_hide_nor_stop_the_others():
     seen = []
-    code, _, err = run("-m", "needed=x", "number=1,7,8,2", "output.dir=grid", finish=seen.append)
+    finish = lambda *arguments: seen.append(arguments)  # noqa: E731
+    code, _, err = run("-m", "needed=x", "number=1,7,8,2", "output.dir=grid", finish=finish)
     assert code == 1
-    assert seen == [Path.cwd() / "grid"]
+    ((sweep, grid),) = seen
+    assert sweep == Path.cwd() / "grid"
     assert [path.parent.name for path in sorted(Path("grid").glob("*/result.txt"))] == ["0", "3"]
-    assert json.loads(Path("grid/1/error.json").read_text()) == {
+    assert json.loads(Path("grid/0/cell.json").read_text())["error"] is None
+    assert json.loads(Path("grid/1/cell.json").read_text()) == {
+        "grid": grid,
         "overrides": ["needed=x", "number=7", "output.dir=grid"],
         "error": "number is 7, must not be",
     }
@@ -197,6 +212,81 @@ def test_a_cell_that_succeeds_later_is_no_failure():
     assert run("-m", "needed=x", "number=1,2", "output.dir=grid", work=mends).code == 1
     Path("mended").touch()
     assert run("-m", "needed=x", "number=1,2", "output.dir=grid", work=mends).code == 0
+
+
+def test_errors_of_other_grids_and_programs_are_not_ours():
+    assert run("-m", "needed=x", "number=1,2,7", "output.dir=grid").code == 1
+    for name, text in {
+        "3": "[]",
+        "4": '{"error": "no"}',
+        "5": "{",
+        ".6": '{"grid": "", "overrides": 1, "error": 2}',
+    }.items():
+        Path("grid", name).mkdir()
+        Path("grid", name, "cell.json").write_text(text)
+    assert run("-m", "needed=x", "number=1,2", "output.dir=grid").code == 0
+
+
+def test_a_signal_to_end_leaves_nothing():
+    def ends(config):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert run("needed=x", work=ends) == (143, "", "oled-paint: ended by SIGTERM\n")
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    def survives(config):
+        os.kill(os.getpid(), signal.SIGHUP)
+        paint(config)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run("needed=x", work=survives).code == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_reader_that_went_away_ends_the_command_quietly(monkeypatch, capfd):
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "argv", ["oled-paint", "needed=x"])
+    with os.fdopen(writing, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as end:
+            hydra_command("oled-paint", "command_under_test", lambda config: print("much"))
+        stream.flush()  # as Python does at its exit
+    assert end.value.code == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_a_full_disk_behind_stdout_is_one_line(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["oled-paint", "needed=x"])
+    with Path("/dev/full").open("w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as end:
+            hydra_command("oled-paint", "command_under_test", lambda config: print("much"))
+    assert end.value.code == 2
+    assert capfd.readouterr().err == "oled-paint: error: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("shell", "words"),
+    [
+        ("{python} >&-", ""),
+        ("{python} 2>&-", "\\u2248 \\xe9\n"),
+        ("{python} >&- 2>&- <&-", ""),
+        ("PYTHONIOENCODING=ascii {python}", "\\u2248 \\xe9\n"),
+    ],
+)
+def test_streams_are_mended(shell, words):
+    code = "from experiments.terminal import mend_streams; mend_streams(); import sys; "
+    code += "print('\u2248 \u00e9'); sys.stderr.isatty(); sys.stderr.write(''); assert sys.stdin is not None"
+    python = f'PYTHONIOENCODING=${{PYTHONIOENCODING:-ascii}} {sys.executable} -c "{code}"'
+    done = subprocess.run(["sh", "-c", shell.format(python=python)], capture_output=True, text=True, check=True)
+    assert done.stdout == words
 
 
 def test_flags_may_stand_anywhere():

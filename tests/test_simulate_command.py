@@ -1,6 +1,8 @@
 """`oled-simulate` on small traces, as its users call it."""
 
 import json
+import resource
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -16,10 +18,12 @@ from commands import command
 from strategies import metadata_for, random_passes
 
 from experiments import run
+from experiments.errors import ConfigError
 from experiments.profiles import load_profile, profile_hash
 from experiments.run import COLUMNS
 from experiments.simulate import main
 from policies.profile import ProfileError
+from policies.registry import POLICIES
 from tracer.store import TraceWriter
 
 FILES = {"summary.json", "result.parquet", "decisions.parquet", "manifest.json"}
@@ -46,7 +50,8 @@ def _here(tmp_path, monkeypatch):
 
 def simulate(trace, *arguments):
     """Run the command into ./out and give back its summary, manifest and what it printed."""
-    finished = command(main, f"trace={trace}", "output.dir=out", "cache.slots_per_layer=6", *arguments)
+    into = "output.dir=out", "output.overwrite=true"
+    finished = command(main, f"trace={trace}", *into, "cache.slots_per_layer=6", *arguments)
     assert finished.code == 0, finished.err
     summary, manifest = (json.loads((Path("out") / name).read_text()) for name in ("summary.json", "manifest.json"))
     return summary, manifest, finished.out
@@ -54,20 +59,22 @@ def simulate(trace, *arguments):
 
 def test_a_run_writes_four_files_and_prints_a_table(trace):
     summary, manifest, out = simulate(trace, "policy=lru")
-    assert {path.name for path in Path("out").iterdir()} == FILES | {".hydra"}
+    assert {path.name for path in Path("out").iterdir()} == FILES
     assert tuple(summary)[: len(COLUMNS)] == COLUMNS
     assert summary["policy"] == "lru"
     assert summary["slots_per_layer"] == 6
     assert summary["source"] == "synthetic:tests"
     assert manifest["config"]["cache"] == {"slots_per_layer": 6}
-    assert manifest["config"]["overrides"][-1] == "policy=lru"
+    assert manifest["config"]["output"] == {"per_layer": False}
+    assert manifest["overrides"][-1] == "policy=lru"
     caption, table, written = out.split("\n\n")
     assert written == "Written: out\n"
-    assert "trace small; source synthetic:tests (hidden 8, 1.23 tokens a forward); hardware rtx5090" in caption
+    words = "trace small; source synthetic:tests (hidden 8, 1.23 tokens a forward); hardware rtx5090"
+    assert words in " ".join(caption.split())
     assert "never validated on this GPU" in caption
     assert table.splitlines()[-1].split()[:2] == ["lru", "6"]
     assert table.splitlines()[-1].split()[-1] == summary["decision_hash"][:8]
-    assert max(map(len, out.splitlines())) <= 110
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_nothing_given_but_a_trace_is_oled_on_40_slots(trace):
@@ -115,6 +122,12 @@ def test_a_machine_of_ones_own(trace):
     profile = manifest["profile"]
     assert (profile["h2d_bytes_per_s"], profile["cpu_workers"], profile["roofline"]["kernel_ns"]) == (12e9, 8, 5000)
     assert profile["gate_sync_ns"] == 0  # the file's default, not that of the group's choice
+    _, manifest, _ = simulate(
+        trace, "policy=full", "hardware={path: mine.yaml, cpu_workers: 7, roofline: {kernel_ns: 6000}}"
+    )
+    profile = manifest["profile"]
+    assert (profile["h2d_bytes_per_s"], profile["cpu_workers"], profile["roofline"]["kernel_ns"]) == (12e9, 7, 6000)
+    assert profile["roofline"]["gpu_bytes_per_s"] == 1e12
 
 
 def test_costs_of_another_models_sizes(trace):
@@ -159,9 +172,10 @@ def refused(*arguments):
         ("cache.slots_per_layer=0", ["slots_per_layer is 0", "1 to 16"]),
         ("cache.slots_per_layer=17", ["slots_per_layer is 17", "1 to 16"]),
         ("cache.slot_per_layer=8", ["cache.slot_per_layer", "did you mean slots_per_layer?"]),
-        ("policy=lruu", ["policy=lruu", "did you mean lru?", "full, ideal_free, ideal_min, lfu, lru, oled, ondemand"]),
+        ("policy=lruu", ["policy=lruu", "did you mean lru?", ", ".join(sorted(POLICIES))]),
         ("policy.lru_ordr=id", ["policy.lru_ordr", "did you mean lru_order?", "misses"]),
         ("policy.lru_order=idd", ["lru_order 'idd'", "hits_first, misses_first, id, gate"]),
+        ("policy.name=oled", ["policy.name is 'oled'", "knobs of lru", "policy=oled"]),
         ("+policy.nothing=1", ["nothing", "lru_order"]),
         ("hardware=rtx509", ["hardware=rtx509", "did you mean rtx5090?", "h200"]),
         ("hardware.h2d_bytes_per_s=-1", ["rtx5090", "h2d_bytes_per_s", "-1", "above 0"]),
@@ -260,8 +274,122 @@ def test_a_run_that_fails_leaves_no_directory(trace, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_replaces_the_results_of_another(trace, tmp_path):
-    first = run.simulate(trace, "lru", 6, output=tmp_path)
-    run.simulate(trace, "lfu", 6, output=tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == FILES
-    assert json.loads((tmp_path / "summary.json").read_text())["decision_hash"] != first.summary["decision_hash"]
+def contents(directory):
+    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def test_a_finished_run_is_replaced_by_its_like_and_by_another_only_when_told_so(trace):
+    arguments = f"trace={trace}", "output.dir=out", "policy=lru"
+    assert command(main, *arguments, "cache.slots_per_layer=6").code == 0
+    before = contents("out")
+    assert command(main, *arguments, "cache.slots_per_layer=6").code == 0
+    assert contents("out")["summary.json"] == before["summary.json"]
+    before = contents("out")
+    err = refused(*arguments, "cache.slots_per_layer=7", "seed=1")
+    assert "out: holds a run with another cache.slots_per_layer, seed; output.overwrite=true" in err
+    assert contents("out") == before
+    assert command(main, *arguments, "cache.slots_per_layer=7", "output.overwrite=true").code == 0
+    assert json.loads(Path("out/summary.json").read_text())["slots_per_layer"] == 7
+
+
+def test_calls_from_python_are_told_apart_too(trace):
+    first = run.simulate(trace, "lru", 6, output="out")
+    assert first.manifest["config"]["policy"] == {"name": "lru"}
+    run.simulate(str(trace), "lru", 6, output="out")
+    with pytest.raises(ConfigError, match=r"out: holds a run with another policy\.name; output\.overwrite=true"):
+        run.simulate(trace, "lfu", 6, output="out")
+    run.simulate(trace, "lfu", 6, output="out", overwrite=True)
+    assert {path.name for path in Path("out").iterdir()} == FILES
+    assert json.loads(Path("out/summary.json").read_text())["policy"] == "lfu"
+
+
+def test_a_run_is_the_same_whatever_the_place_and_another_with_other_contents(trace):
+    result = run.simulate(trace, "lru", 6)
+    assert run.simulate(trace, "lru", 6, output="out").manifest["identity"] == result.manifest["identity"]
+    others = [
+        run.simulate(trace, "lru", 6, hardware="h200"),
+        run.simulate(trace, "lru", 6, per_layer=True),
+        run.simulate(trace, "lru", 6, warmup_requests=2),
+        run.simulate(trace, "lru", 6, knobs={"misses": "oled"}),
+    ]
+    assert len({other.manifest["identity"] for other in [result, *others]}) == 5
+    full = [run.simulate(trace, "full", slots).manifest["identity"] for slots in (6, 7)]
+    assert full[0] == full[1]  # it heeds no size
+
+
+def test_what_is_not_of_a_run_is_never_replaced(trace, tmp_path):
+    arguments = f"trace={trace}", "policy=lru", "cache.slots_per_layer=6", "output.overwrite=true"
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("mine")
+    assert "mine: holds notes.txt" in refused(*arguments, "output.dir=mine")
+    assert "working directory" in refused(*arguments, "output.dir=.")
+    Path("real").mkdir()
+    Path("link").symlink_to("real")
+    assert command(main, *arguments, "output.dir=link").code == 0
+    assert Path("link").is_symlink()
+    assert {path.name for path in Path("real").iterdir()} == FILES
+
+
+def test_a_run_that_fails_leaves_the_finished_one(trace, monkeypatch):
+    simulate(trace, "policy=lru")
+    before = contents("out")
+    refused(f"trace={trace}", "output.dir=out", "policy=lru", "cache.slots_per_layer=99", "output.overwrite=true")
+    assert contents("out") == before
+
+    rename = Path.rename
+
+    def renamed(path, target):
+        if ".partial-" in path.name:
+            raise OSError(5, "Input/output error", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    err = refused(f"trace={trace}", "output.dir=out", "policy=lfu", "cache.slots_per_layer=6", "output.overwrite=true")
+    assert "Input/output error" in err
+    assert contents("out") == before
+
+
+def test_a_run_that_is_killed_leaves_no_half_of_one(trace, tmp_path):
+    code = f"""
+import os, signal
+from pathlib import Path
+from experiments.run import simulate
+simulate({str(trace)!r}, "lru", 6, output="out")
+rename = Path.rename
+def killed(path, target):
+    if ".partial-" in path.name:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rename(path, target)
+Path.rename = killed
+simulate({str(trace)!r}, "lfu", 6, output="out", overwrite=True)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == -9
+    assert not Path("out").exists()
+    replaced, partial = sorted(tmp_path.iterdir(), key=lambda path: path.name, reverse=True)
+    assert replaced.name.startswith(".out.replaced-")
+    assert partial.name.startswith(".out.partial-")
+    for policy, whole in (("lru", replaced), ("lfu", partial)):
+        assert {path.name for path in whole.iterdir()} == FILES
+        assert json.loads((whole / "summary.json").read_text())["policy"] == policy
+
+
+def test_a_setting_that_json_cannot_hold_is_refused_before_the_run(trace):
+    with pytest.raises(ConfigError, match=r"config: .*PosixPath.* must be texts"):
+        run.simulate(trace, "lru", 6, config={"trace": Path("x")}, output="out")
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("num_bytes", [100, 6000, 9000, 13000])
+def test_a_full_disk_is_one_line(trace, num_bytes):
+    simulate(trace, "policy=lru")
+    sizes = sorted(path.stat().st_size for path in Path("out").iterdir())
+    assert max(sizes) > 13000
+    shutil.rmtree("out")
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        err = refused(f"trace={trace}", "output.dir=out", "policy=lru", "cache.slots_per_layer=6")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert "out: " in err
+    assert "File too large" in err

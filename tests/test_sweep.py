@@ -11,6 +11,7 @@ from commands import ROW, command
 from strategies import metadata_for, random_passes
 
 import experiments.simulate
+from experiments.files import FILES
 from experiments.run import COLUMNS, simulate
 from experiments.simulate import main
 from experiments.sweep import table_of
@@ -60,9 +61,7 @@ def test_a_grid_is_one_table(runs):
     printed = [line.split()[:2] for line in finished.out.splitlines()[-6:-2]]
     assert printed == [[policy, str(slots)] for policy, slots in expected]
     for cell in Path("grid").glob("*-*"):
-        assert {"summary.json", "result.parquet", "decisions.parquet", "manifest.json"} < {
-            p.name for p in cell.iterdir()
-        }
+        assert {path.name for path in cell.iterdir()} == {*FILES, "cell.json"}
 
 
 def test_order_of_the_grid_does_not_matter():
@@ -79,7 +78,8 @@ def test_a_sweep_that_was_killed_goes_on(runs):
     whole = table()
     done = sorted(Path("grid").glob("lru-*"))
     shutil.rmtree(done[0])
-    (done[1] / "summary.json").unlink()  # it moves last, so this cell was not finished
+    (done[1] / "decisions.parquet").unlink()
+    shutil.copytree(done[2], f"grid/.{done[2].name}.partial-0123abcd")
     runs.clear()
     sweep(*grid)
     assert len(runs) == 2
@@ -93,6 +93,64 @@ def test_another_trace_of_the_same_name_is_run_anew(runs):
     assert runs == [("lru", 4)] * 2
 
 
+def test_a_row_of_a_trace_that_was_replaced_goes_and_rows_of_old_grids_say_what_they_are():
+    sweep("policy=lru", "cache.slots_per_layer=4,8")
+    write_trace(Path("small.trace"), seed=4)
+    finished = sweep("policy=lru", "cache.slots_per_layer=4")
+    rows = table()
+    assert sorted(rows["slots_per_layer"]) == [4, 8]
+    assert rows["trace_hash"].n_unique() == 2
+    for digest in rows["trace_hash"]:
+        assert f"content {digest[:8]}" in finished.out
+
+
+def test_traces_of_one_file_name_are_told_apart():
+    write_trace(Path("other/small.trace"), seed=4)
+    finished = sweep("policy=lru", "cache.slots_per_layer=4", trace="small.trace,other/small.trace")
+    captions = [" ".join(part.split()) for part in finished.out.split("\n\n")[:-1:2]]
+    assert sorted(caption.split("trace content ")[1][:8] for caption in captions) == sorted(
+        digest[:8] for digest in table()["trace_hash"]
+    )
+
+
+def test_profiles_of_one_name_are_told_apart():
+    text = (Path(experiments.simulate.__file__).parent.parent / "conf/hardware/rtx5090.yaml").read_text()
+    text = text.replace("name: rtx5090", "name: mine")
+    Path("a.yaml").write_text(text)
+    Path("b.yaml").write_text(text.replace("gate_sync_ns: 15000", "gate_sync_ns: 16000"))
+    sweep("policy=lru", "cache.slots_per_layer=4", "hardware.path=a.yaml")
+    finished = sweep("policy=lru", "cache.slots_per_layer=4", "hardware.path=b.yaml")
+    assert finished.out.count("profile content ") == 2
+
+
+def test_the_table_holds_this_grid_and_runs_that_lie_beside_it_whole(runs):
+    sweep("policy=lru", "cache.slots_per_layer=4,99", code=1)
+    assert command(main, "trace=small.trace", "policy=lfu", "cache.slots_per_layer=4", "output.dir=grid/mine").code == 0
+    simulate("small.trace", "lfu", 8, seed=7, output="grid/python")
+    for place in ("grid/deeper/mine", "grid/.hidden"):
+        shutil.copytree("grid/mine", place)
+    shutil.copytree("grid/mine", "grid/torn")
+    Path("grid/torn/result.parquet").unlink()
+    sweep("policy=full", "cache.slots_per_layer=4", "hydra.sweep.subdir=far/away")  # whose failures are its own
+    rows = table()
+    assert rows.select("policy", "slots_per_layer", "seed").rows() == [
+        ("lru", 4, 0),
+        ("lfu", 4, 0),
+        ("full", 16, 0),
+        ("lfu", 8, 7),
+    ]
+    assert rows["run"].to_list()[1:] == ["mine", "far/away", "python"]
+
+
+def test_cells_that_share_a_directory_do_not_replace_each_other(runs):
+    finished = sweep("policy=lru", "cache.slots_per_layer=4,8", "hydra.sweep.subdir=one", code=1)
+    assert "holds a run with another cache.slots_per_layer" in finished.err
+    assert json.loads(Path("grid/one/summary.json").read_text())["slots_per_layer"] == 4
+    runs.clear()
+    sweep("policy=lru", "cache.slots_per_layer=4", "hydra.sweep.subdir=one")
+    assert runs == []
+
+
 def test_other_code_or_another_profile_is_run_anew(runs, monkeypatch):
     profile = Path("mine.yaml")
     text = (Path(experiments.simulate.__file__).parent.parent / "conf/hardware/rtx5090.yaml").read_text()
@@ -104,7 +162,7 @@ def test_other_code_or_another_profile_is_run_anew(runs, monkeypatch):
     profile.write_text(text.replace("gate_sync_ns: 15000", "gate_sync_ns: 16000"))
     sweep(*grid)
     assert len(runs) == 2
-    monkeypatch.setattr("experiments.sweep.sources", lambda: "other")
+    monkeypatch.setattr("experiments.identity.sources", lambda: "other")
     sweep(*grid)
     assert len(runs) == 3
 
@@ -123,7 +181,7 @@ def test_a_grid_that_fails_everywhere_has_no_table():
     finished = sweep("policy=lru", "cache.slots_per_layer=98,99", code=1)
     assert finished.out == ""
     assert not Path("grid/sweep.parquet").exists()
-    errors = sorted(json.loads(path.read_text())["error"] for path in Path("grid").rglob("error.json"))
+    errors = sorted(json.loads(path.read_text())["error"] for path in Path("grid").rglob("cell.json"))
     assert [error.split(",")[0] for error in errors] == [f"slots_per_layer is {n}" for n in (98, 99)]
 
 
@@ -160,27 +218,38 @@ def test_a_table_for_people():
     assert (
         format_table(rows)
         == """\
-trace t; source proxy:proxy-tiny (hidden 128, trained 4.45 minutes, 5.50 tokens a forward); hardware rtx5090
-(from data sheets, never validated on this GPU); experts charged at 2048 x 512, 6.29 MB; 1 warm-up request;
-pool layer
+trace t; source proxy:proxy-tiny (hidden 128, trained 4.45 minutes, 5.50 tokens
+a forward); hardware rtx5090 (from data sheets, never validated on this GPU);
+experts charged at 2048 x 512, 6.29 MB; 1 warm-up request; pool layer
 
-policy    misses   slots   TPOT  TTFT  util.  util. %    hit  token    eff.    H2D  stall  decision
-                  /layer     ms    ms      %  by slot      %  hit %  copy %     GB     ms      hash
---------  ------  ------  -----  ----  -----  -------  -----  -----  ------  -----  -----  --------
-ondemand  oled         0  123.4  1234      -     25.0  100.0    0.0       -  0.000      0  01234567
-lru       h2d          8   12.3  1234   50.0     25.0  100.0    0.0       -  2.500      0  01234567
+policy    misses   slots   TPOT  TTFT  util.    hit    H2D  stall  decision
+                  /layer     ms    ms      %      %     GB     ms      hash
+--------  ------  ------  -----  ----  -----  -----  -----  -----  --------
+ondemand  oled         0  123.4  1234      -  100.0  0.000      0  01234567
+lru       h2d          8   12.3  1234   50.0  100.0  2.500      0  01234567
 ondemand: never acted"""
     )
 
 
-def test_a_wide_table_fits_a_terminal():
+def test_a_wider_table_shows_more_columns():
+    rows = table_of([ROW])
+    widths = {width: format_table(rows, width=width).split("\n\n")[1].splitlines()[1] for width in (60, 66, 80, 110)}
+    assert {width: head.split() for width, head in widths.items()} == {
+        60: ["/layer", "ms", "%", "%", "GB", "ms", "hash"],
+        66: ["/layer", "ms", "ms", "%", "%", "GB", "ms", "hash"],
+        80: ["/layer", "ms", "ms", "%", "%", "hit", "%", "copy", "%", "GB", "ms", "hash"],
+        110: ["/layer", "ms", "ms", "%", "by", "slot", "%", "hit", "%", "copy", "%", "GB", "ms", "hash"],
+    }
+
+
+def test_a_table_fits_80_columns():
     rows = [
         ROW
         | {"policy": policy, "misses": misses, "pool": pool, "variant": "a_long_knob=with_a_long_value, and=another"}
         for policy, misses, pool in (("ideal_min_global", "oled", "global"), ("moe_infinity", "h2d", "layer"))
     ]
     text = format_table(table_of(rows))
-    assert max(map(len, text.splitlines())) <= 120
+    assert max(map(len, text.splitlines())) <= 80
     assert "moe_infinity [1]" in text
     assert "[1] a_long_knob=with_a_long_value, and=another" in text
     assert "01234567" in text
