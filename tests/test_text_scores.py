@@ -1,11 +1,13 @@
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from test_pretrain import MICRO
 
-from tracer.corpus import prompts
+from tracer import text_scores
+from tracer.corpus import documents, prompts
 from tracer.llada2 import LLaDA2
 from tracer.pretrain import prepare
 from tracer.pretrain_scores import Answers
@@ -76,6 +78,15 @@ def test_the_held_out_loss_is_that_of_the_masked_tokens(untrained):
     assert found > math.log(config.vocab_size)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def sources_are_read_once():
+    read = cache(lambda *args, **kwargs: list(documents(*args, **kwargs)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_scores, "documents", read)
+        patch.setattr(text_scores, "prompts", cache(prompts))
+        yield
+
+
 def answering(texts, is_ended):
     def answer(model, tokenizer, given, settings):
         assert settings.gen_length == 128
@@ -87,7 +98,7 @@ def answering(texts, is_ended):
 
 def test_a_summary_counts_what_compiles(untrained):
     config, tokenizer, model = untrained
-    chosen = prompts("code", 4)
+    chosen = text_scores.prompts("code", 4, packages=())
     texts = [document.completion for document in chosen[:3]] + ["\n    )\n"]
     found = text_summary(model, tokenizer, config, "code", 4, 16, answering(texts, [True, True, False, False]))
     assert (found["num_prompts"], found["num_ended"], found["num_compiled"], found["num_compiled_ended"]) == (
@@ -109,7 +120,7 @@ def test_samples_are_of_every_workload(untrained):
     assert found == {
         workload: [
             {"prompt": document.prompt, "answer": text}
-            for document, text in zip(prompts(workload, 2), ("one", "two"), strict=True)
+            for document, text in zip(text_scores.prompts(workload, 2, packages=()), ("one", "two"), strict=True)
         ]
         for workload in ("code", "prose")
     }
