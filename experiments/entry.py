@@ -18,11 +18,15 @@ def trace() -> None:
     _start("oled-trace", "experiments.trace")
 
 
+def generate() -> None:
+    """Entry point of `oled-generate`."""
+    _start("oled-generate", "experiments.generate")
+
+
 def _start(program: str, module: str) -> None:
     mend_streams()
     try:
-        main = import_module(module).main
+        import_module(module).main()
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
-    main()

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,7 @@ class Report:
         layers = f"{shape.num_layers} MoE layers ({shape.layer_ids[0]} to {shape.layer_ids[-1]})"
         return [
             f"{self.path}: {_size(self.num_bytes)}, trace format {SCHEMA_VERSION}, source {self.metadata.source}",
-            f"  {len(self.requests)} requests, {self.num_passes} passes, {self.num_tokens} tokens over all passes",
+            f"  {len(self.requests)} requests, {self.num_passes} forward passes, {self.num_tokens} tokens over all of them",
             f"  {layers} of {shape.num_experts} experts, top {shape.top_k}",
             f"  forwards: {kinds}",
             f"  gates in {self.metadata.gate_dtype}, {self.bytes_per_pair:.2f} bytes per (id, gate) pair in routing; "
@@ -134,7 +135,7 @@ def check(path: Path | str) -> Report:
             footers[table] = read_footer(directory, table)
         except TraceError as error:
             report.note("table that cannot be read", str(error), "whole tables of this format")
-    report.num_bytes = sum(file.stat().st_size for file in directory.glob("*.parquet"))
+    report.num_bytes = sum(file.stat().st_size for file in directory.glob("*.parquet") if file.is_file())
     if footers and _footers_agree(report, footers) and all(table in footers for table in REQUIRED_TABLES):
         _check_groups(report, footers, whole=len(footers) == len(tables_in(directory)))
     return report
@@ -212,17 +213,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """`oled-doctor TRACE...`: print a verdict on each trace; returns 1 when one of them has errors, else 0."""
     parser = argparse.ArgumentParser(prog="oled-doctor", description="Examine traces and say what is wrong with them.")
     parser.add_argument("trace", nargs="+", help="directory of a trace, or the name of a shipped one")
+    names = parser.parse_args(arguments).trace
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths and sources may hold what a terminal cannot show
     status = 0
-    for name in parser.parse_args(arguments).trace:
+    for name in names:
         try:
             report = check(find_trace(name))
+            print(report)
         except TraceError as error:
-            print(f"oled-doctor: {error}")
+            print(f"oled-doctor: {error}", file=sys.stderr)
             status = 1
-            continue
         except KeyboardInterrupt:
             print("oled-doctor: interrupted", file=sys.stderr)
             return 130
-        print(report)
-        status = status if report.ok else 1
+        else:
+            status = status if report.ok else 1
     return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,40 @@
+"""The entry points: thin, and one line for an interrupt at any time."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from experiments import entry
+
+SCRIPTS = tomllib.loads((Path(entry.__file__).parent.parent / "pyproject.toml").read_text())["project"]["scripts"]
+OURS = {name: target for name, target in SCRIPTS.items() if target.startswith("experiments.")}
+
+
+def test_entry_points_load_nothing_slow():
+    code = "import sys, experiments.entry; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "experiments.terminal" in modules
+    assert {"numpy", "hydra", "numba", "polars", "torch"}.isdisjoint(modules)
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("when", ["while loading", "before work begins"])
+def test_an_interrupt_is_one_line(name, when, monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    def load(module):
+        assert Path(entry.__file__).with_name(f"{module.removeprefix('experiments.')}.py").is_file()
+        return interrupted() if when == "while loading" else SimpleNamespace(main=interrupted)
+
+    monkeypatch.setattr(entry, "import_module", load)
+    module, _, function = OURS[name].partition(":")
+    assert module == "experiments.entry"
+    with pytest.raises(SystemExit) as end:
+        getattr(entry, function)()
+    assert end.value.code == 130
+    assert capsys.readouterr() == ("", f"{name}: interrupted\n")
