@@ -65,7 +65,10 @@ def context_of(
         return context, name
 
     def calibrate() -> Calibration:
-        return calibrated(FirstRequests(reader.passes(signals=reader.has_signals), warmup_requests), shape, name)
+        try:
+            return calibrated(FirstRequests(reader.passes(signals=reader.has_signals), warmup_requests), shape, name)
+        except TraceError as error:
+            raise TraceError(f"{error}; warmup_requests says how many there are") from None
 
     return replace(context, calibrate=calibrate, calibration_passes=FirstRequests(reader, warmup_requests)), name
 

@@ -14,6 +14,7 @@ from omegaconf import MISSING, DictConfig
 from tqdm import tqdm
 
 from experiments.cli import Directories, hydra_command
+from experiments.keys import refuse_unknown
 from tracer.schema import GATE_DTYPES, ForwardKind, ModelShape, Pass, TraceError
 
 try:
@@ -99,6 +100,7 @@ def main() -> None:
 
 def run(config: DictConfig) -> None:
     """Check everything that can be checked, then trace, and print texts and summary."""
+    refuse_unknown(config, Trace)
     path = Path(config.output.trace)
     _check(config, path)
     directory = find_model(config.model)

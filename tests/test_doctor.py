@@ -1,7 +1,10 @@
 """The doctor passes sound traces and names what is wrong with the others, several faults at once."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -361,11 +364,12 @@ def test_leftovers_are_mentioned_but_do_not_condemn(trace, capsys):
 
 def test_several_traces_and_unknown_names(tmp_path, made, capsys):
     good = write(tmp_path / "good.trace", *made)
-    assert main([str(good), str(tmp_path / "none.trace")]) == 1
-    text = capsys.readouterr().out
-    assert "SOUND\n" in text
-    assert "oled-doctor: trace " in text
-    assert "no such directory" in text
+    assert main([str(tmp_path / "none.trace"), str(good)]) == 1
+    out, err = capsys.readouterr()
+    assert out.endswith("SOUND\n")
+    assert err.startswith("oled-doctor: trace ")
+    assert "no such directory" in err
+    assert err.count("\n") == 1
     assert not check(tmp_path / "none.trace").ok
 
 
@@ -378,3 +382,25 @@ def test_a_wrong_signal_is_found(tmp_path):
     report = check(trace)
     assert found(report) == ["table that cannot be read"]
     assert report.num_passes
+
+
+@pytest.mark.parametrize("table", ["tokens", "signals"])
+def test_a_link_to_nothing_is_a_finding(trace, tmp_path, table):
+    (trace / f"{table}.parquet").unlink(missing_ok=True)
+    (trace / f"{table}.parquet").symlink_to(tmp_path / "nowhere")
+    assert found(check(trace)) == ["table that cannot be read"]
+
+
+def test_a_trace_that_is_a_link_to_nothing(tmp_path, capsys):
+    (tmp_path / "x.trace").symlink_to(tmp_path / "nowhere")
+    assert main([str(tmp_path / "x.trace")]) == 1
+    assert "no such directory" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command(tmp_path, made):
+    trace = write(tmp_path / "größe.trace", *made)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    line = [sys.executable, "-m", "tracer.doctor", str(trace)]
+    finished = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+    assert finished.stdout.endswith("SOUND\n")
+    assert "gr\\xf6\\xdfe.trace" in finished.stdout

@@ -13,6 +13,7 @@ import pytest
 from llada2_models import save_tiny_checkpoint
 
 from experiments import trace as command
+from tracer import prompts
 from tracer.doctor import check
 from tracer.prompts import read_prompts
 from tracer.schema import ForwardKind, TraceError
@@ -216,6 +217,18 @@ def test_bad_prompts(workplace, oled_trace, content, message):
         (["decode.loop=autoregressive"], {}, "decode loop 'autoregressive': allowed are dinfer"),
         (["decode.block_length=many"], {}, "decode.block_length: "),
         (["decode.blocklength=8"], {}, "decode.blocklength: no such key; did you mean block_length?"),
+        (["decode.block_length=257"], {}, "block_length 257: must be at most the model's 256 positions"),
+        (
+            ["decode.block_length=100", "decode.gen_length=200"],
+            {},
+            "gen_length 200: must leave room for a prompt in the model's 256 positions, 200 of them in whole blocks",
+        ),
+        (["+foo=1"], {}, "foo: no such key; allowed: model, prompts, "),
+        (["+decode.treshold=0.5"], {}, "decode.treshold: no such key; did you mean threshold?"),
+        (["+output.traces=x"], {}, "output.traces: no such key; did you mean trace?"),
+        ([], {"prompts": "/dev/zero"}, "/dev/zero: a line of more than 64 MiB; prompts is a file"),
+        (["-m"], {"model": "tiny,", "output": "a.trace"}, "model=tiny,: cannot be read"),
+        (["-m", "decode.threshold=0.5,x"], {}, "decode.threshold: Value 'x' of type 'str' could not be converted"),
         ([], {"output": "prompts.txt"}, "prompts.txt: exists already"),
         (["output.overwrite=true"], {"output": "prompts.txt"}, "prompts.txt: is not a trace"),
         ([], {"output": "prompts.txt/out.trace"}, "prompts.txt/out.trace: "),
@@ -300,6 +313,22 @@ def test_plain_text_and_json_lines_give_the_same_prompts(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"id": 1, "prompt": "one"}\n{"prompt": " two "}')
     assert read_prompts(tmp_path / "a.txt") == read_prompts(tmp_path / "a.jsonl") == [(1, "one"), (2, " two ")]
     assert read_prompts(tmp_path / "a.txt", 1) == [(1, "one")]
+
+
+def test_no_more_is_read_than_is_asked_for(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\rtwo\r\nthree\n\xff")
+    assert [prompt.text for prompt in read_prompts(path, 3)] == ["one", "two", "three"]
+    with pytest.raises(TraceError, match=r"a\.txt: not UTF-8 text at byte 18"):
+        read_prompts(path)
+    path.write_bytes(b"\xef\xbb\xbf")
+    with pytest.raises(TraceError, match=r"a\.txt: the file is empty"):
+        read_prompts(path)
+    path.write_text("one\n" * (2 << 18))
+    monkeypatch.setattr(prompts, "MOST_BYTES", 1 << 20)
+    assert len(read_prompts(path, 100)) == 100
+    with pytest.raises(TraceError, match=r"a\.txt: a file of more than 1 MiB"):
+        read_prompts(path)
 
 
 def test_line_separators_within_a_prompt_do_not_split_it(tmp_path):

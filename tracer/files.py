@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ PARQUET_ERRORS = (OSError, pa.ArrowException, UnicodeDecodeError)  # the last on
 
 def tables_in(directory: Path) -> tuple[str, ...]:
     """Tables that a trace in this directory has, or must have."""
-    return TABLES if (directory / "signals.parquet").exists() else REQUIRED_TABLES
+    return TABLES if os.path.lexists(directory / "signals.parquet") else REQUIRED_TABLES  # a dangling link is a fault
 
 
 def write_options(table: str, metadata: TraceMetadata) -> dict[str, Any]:

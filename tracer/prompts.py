@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from tracer.decode import DecodeSettings
 from tracer.llada2_config import LLaDA2Config
 from tracer.schema import TraceError
 from tracer.tokenizer import Tokenizer
+
+LONGEST_LINE = 64 << 20  # bytes
+MOST_BYTES = 1 << 30
 
 
 class Prompt(NamedTuple):
@@ -30,22 +33,40 @@ def read_prompts(path: Path, max_prompts: int | None = None) -> list[Prompt]:
     Raises:
         TraceError: the file cannot be read or is empty, or a line holds no prompt.
     """
+    is_json = path.suffix in (".jsonl", ".ndjson", ".json")
+    prompts: list[Prompt] = []
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: not UTF-8 text at byte {error.start}") from error
+        with path.open("rb") as file:
+            for number, line in enumerate(_lines(file, path), start=1):
+                if not line.strip():
+                    raise TraceError(f"{path}, line {number}: blank, each line must hold a prompt")
+                prompts.append(Prompt(number, _json_prompt(line, f"{path}, line {number}") if is_json else line))
+                if len(prompts) == max_prompts:
+                    break
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}; prompts is a file with one prompt a line") from error
-    if not text:
+    if not prompts:
         raise TraceError(f"{path}: the file is empty, one prompt a line is needed")
-    lines = text.removesuffix("\n").split("\n")  # not splitlines: JSON may hold other separators as they are
-    is_json = path.suffix in (".jsonl", ".ndjson", ".json")
-    prompts = []
-    for number, line in enumerate(lines[:max_prompts], start=1):
-        if not line.strip():
-            raise TraceError(f"{path}, line {number}: blank, each line must hold a prompt")
-        prompts.append(Prompt(number, _json_prompt(line, f"{path}, line {number}") if is_json else line))
     return prompts
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[str]:
+    """Lines one by one, so that none is read that is not needed; files without an end are refused."""
+    num_bytes = 0
+    while raw := file.readline(LONGEST_LINE + 1):
+        if len(raw) > LONGEST_LINE or num_bytes + len(raw) > MOST_BYTES:
+            what, most = ("line", LONGEST_LINE) if len(raw) > LONGEST_LINE else ("file", MOST_BYTES)
+            raise TraceError(
+                f"{path}: a {what} of more than {most >> 20} MiB; prompts is a file with one prompt a line"
+            )
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise TraceError(f"{path}: not UTF-8 text at byte {num_bytes + error.start}") from None
+        text = text.removeprefix("\ufeff") if num_bytes == 0 else text
+        num_bytes += len(raw)
+        if text:  # not splitlines: JSON may hold other separators as they are
+            yield from text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
 
 
 def encode_prompts(
@@ -70,9 +91,15 @@ def encode_prompts(
         )
     whole_blocks = config.max_position_embeddings // settings.block_length * settings.block_length
     longest = whole_blocks - settings.gen_length
-    if longest < 1:
+    if whole_blocks == 0:
         raise TraceError(
-            f"gen_length {settings.gen_length}: must leave room for a prompt in the model's {config.max_position_embeddings} positions"
+            f"block_length {settings.block_length}: must be at most the model's {config.max_position_embeddings} positions"
+        )
+    if longest < 1:
+        blocks = "" if whole_blocks == config.max_position_embeddings else f", {whole_blocks} of them in whole blocks"
+        raise TraceError(
+            f"gen_length {settings.gen_length}: must leave room for a prompt in the model's "
+            f"{config.max_position_embeddings} positions{blocks}"
         )
     encoded = []
     for prompt in prompts:
