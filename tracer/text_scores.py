@@ -114,7 +114,8 @@ def heldout_loss(
         workload: one of the corpus's.
         block_length: of the blocks.
     """
-    chosen = islice(documents(workload, "heldout", seed=1, packages=config.packages), _NUM_LOSS_DOCUMENTS)
+    heldout = documents(workload, "heldout", seed=1, packages=config.packages, max_problems=config.max_problems)
+    chosen = islice(heldout, _NUM_LOSS_DOCUMENTS)
     pool = pack(encode_documents(chosen, tokenizer, config.context), config.context, tokenizer.eos_id)
     pools = {workload: pool.to(model.device)}
     alone = replace(config, shares={workload: 1.0})
