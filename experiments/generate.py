@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from experiments.cli import USER_ERRORS, explain
 from experiments.profiles import load_shape
+from experiments.terminal import INTERRUPTED, Ended, ending_as_error, flush, mend_streams
 from tracer import locality
 from tracer.controls import control_metadata, shuffled, uniform
 from tracer.merge import merge, merged_metadata
@@ -26,19 +28,28 @@ from tracer.synthetic_decode import DecodeScript
 PROGRAM = "oled-generate"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Make a trace from no model: returns 0, 2 after an error of the user, 130 after an interrupt."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make a trace from no model; exits with 2 after an error of the user, with 128 and its number after a signal."""
+    mend_streams()
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
-        print(describe(options.output))
+        with ending_as_error():
+            options.run(options)
+            print(describe(options.output))
+            flush()
+    except BrokenPipeError:  # the trace is whole; whoever read what we print has seen enough
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except Ended as end:
+        _stop(f"ended by {end.signal.name}", end.code)
     except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted", file=sys.stderr)
-        return 130
+        _stop("interrupted", INTERRUPTED)
     except USER_ERRORS as error:
-        print(f"{PROGRAM}: error: {explain(error)}", file=sys.stderr)
-        return 2
-    return 0
+        _stop(f"error: {explain(error)}", 2)
+
+
+def _stop(why: str, code: int) -> NoReturn:
+    print(f"{PROGRAM}: {why}", file=sys.stderr)
+    raise SystemExit(code) from None
 
 
 def describe(path: Path) -> str:
@@ -230,4 +241,4 @@ def _write(options: argparse.Namespace, metadata: TraceMetadata, passes: Iterabl
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,4 +1,6 @@
+import itertools
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 from experiments import generate
 from experiments.generate import main
 from tracer import doctor
+from tracer.shipped import find_trace
 from tracer.store import TraceReader
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,10 +25,10 @@ def oled_generate(tmp_path, monkeypatch, capsys):
 
     def run(line):
         try:
-            code = main(line.split())
+            main(line.split())
         except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
+            return stop.code, *capsys.readouterr()
+        return 0, *capsys.readouterr()
 
     return run
 
@@ -106,12 +109,17 @@ def test_errors_are_one_line(oled_generate, tmp_path, line, message):
 
 
 def test_an_interrupt_leaves_nothing(oled_generate, tmp_path, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
+    def stopped_by(number):
+        def passes(*_):
+            yield from itertools.islice(TraceReader(find_trace("proxy-tiny")), 3)
+            signal.raise_signal(number)
 
-    monkeypatch.setattr(generate, "uniform", interrupted)
-    assert oled_generate("uniform proxy-tiny x.trace") == (130, "", "oled-generate: interrupted\n")
-    assert list(tmp_path.iterdir()) == []
+        return passes
+
+    for number, word in ((signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")):
+        monkeypatch.setattr(generate, "uniform", stopped_by(number))
+        assert oled_generate("uniform proxy-tiny x.trace") == (128 + number, "", f"oled-generate: {word}\n")
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_it_needs_no_torch():
