@@ -27,10 +27,7 @@ THRESHOLD = 0.9
 GATE_DTYPE = "uint8"
 NUM_TOKENS = 128  # new tokens of an evaluated request
 NUM_CANDIDATES = 40
-NUM_EVALUATED = {"code": 10, "prose": 10, "arithmetic": 30}
-# An arithmetic answer ends after some 40 tokens. Going on behind its end would record blocks of nothing but the end of
-# text; three times as many requests give as many tokens instead.
-MIN_TOKENS = {"code": NUM_TOKENS, "prose": NUM_TOKENS, "arithmetic": 1}
+NUM_EVALUATED = 10
 NUM_WITH_SIGNALS = 3
 NUM_OTHER_BLOCKS = 3
 NUM_CALIBRATION = 70  # of each workload
@@ -101,9 +98,9 @@ def plan(
             trace_name(name, workload),
             "trace",
             workload,
-            min(NUM_EVALUATED[workload], len(prompts)),
+            min(NUM_EVALUATED, len(prompts)),
             tuple(prompts),
-            min_tokens=MIN_TOKENS[workload],
+            min_tokens=NUM_TOKENS,
         )
         for workload, prompts in evaluated.items()
     ]
@@ -139,7 +136,7 @@ def plan(
             f"{first[measured]}-{gate_dtype}",
             "trace",
             measured,
-            NUM_EVALUATED[measured],
+            NUM_EVALUATED,
             after=first[measured],
             gate_dtype=gate_dtype,
         )
@@ -225,9 +222,9 @@ def run_job(job: Job, setup: Setup, model: LLaDA2, tokenizer: Tokenizer) -> Made
     with TraceWriter(path, metadata, overwrite=True) as writer:
         for pass_ in _numbered(answers, 0):
             writer.write(pass_)
-    if not job.after:
-        lines = [json.dumps({"prompt": a.prompt, "num_tokens": a.num_tokens, "answer": a.text}) for a in answers]
-        _write_text(prompts_path(setup.directory, job.workload), "\n".join(lines) + "\n")
+        if not job.after:  # before the trace takes its name, so that none is without them
+            lines = [json.dumps({"prompt": a.prompt, "num_tokens": a.num_tokens, "answer": a.text}) for a in answers]
+            _write_text(prompts_path(setup.directory, job.workload), "\n".join(lines) + "\n")
     facts["num_short"] = sum(answer.num_tokens < job.min_tokens for answer in answers)
     return Made(facts | _sizes(path, metadata.shape.top_k), None)
 

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-MAX_TARS = 8
+from tracer.corpus import WORKLOADS
+
+MAX_TARS = 4
 MAX_TAR_BYTES = 15 << 20
 _BLOCK = 512
-_END = 20 * _BLOCK  # a tar is filled up to whole records of 20 blocks
+_END = 22 * _BLOCK  # two blocks end a tar, which is then filled up to whole records of 20
 # By importance; weights are not among them, nor what is hidden because it is not whole.
 PATTERNS = (
     "report.json",
@@ -20,6 +22,8 @@ PATTERNS = (
     "training/checkpoint/config.json",
     "training/checkpoint/training.json",
     "training/checkpoint/tokenizer*.json",
+    *(f"traces/*-{workload}.trace/*.parquet" for workload in WORKLOADS),
+    "traces/*-signals.trace/*.parquet",
     "traces/*.trace/*.parquet",
 )
 

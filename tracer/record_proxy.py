@@ -75,10 +75,10 @@ class Recording:
         """Record all that is wanted of the trained model, and score it meanwhile."""
         began = time.monotonic()
         directory = self._directory / TRAINING / CHECKPOINT
-        packages = self._config.packages
+        source = {"packages": self._config.packages, "num_problems": self._config.max_problems}  # the longest answers
         evaluated, calibrating = (
             {
-                workload: [document.prompt for document in prompts(workload, n, split, packages)]
+                workload: [document.prompt for document in prompts(workload, n, split, **source)]
                 for workload in self._config.shares
             }
             for n, split in ((NUM_CANDIDATES, "heldout"), (NUM_CALIBRATION, "calibration"))
@@ -221,6 +221,19 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+def script() -> NoReturn:
+    """Run `main`, and end the process even where a thread still scores, which torch aborts otherwise."""
+    try:
+        code = main()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except KeyboardInterrupt:
+        code = 130
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
@@ -233,12 +246,4 @@ def _to_stderr(line: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        code = main()
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    except KeyboardInterrupt:
-        code = 130
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # torch aborts an interpreter that ends while a thread still scores
+    script()
