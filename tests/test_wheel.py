@@ -15,11 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """The contents of the wheel, where no checkout is near."""
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    build = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", "--no-build-isolation"]
     wheels, site = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("site")
     source = tmp_path_factory.mktemp("source") / "oledsim"  # a build leaves files behind, and takes up those it finds
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "__pycache__", "*.egg-info"))
-    subprocess.run([*build, "--wheel-dir", str(wheels), str(source)], check=True, stderr=subprocess.PIPE)
+    made = subprocess.run([*build, "--wheel-dir", str(wheels), str(source)], check=True, capture_output=True, text=True)
+    assert "would be ignored" not in made.stdout + made.stderr  # of directories of data that look like packages
     (wheel,) = wheels.glob("oledsim-*.whl")
     zipfile.ZipFile(wheel).extractall(site)
     return site
