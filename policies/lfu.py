@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from policies.contract import Context, Policy, PolicyError, plain_plan
 from policies.jit import jit
-from policies.knobs import limit_of, require_choice
+from policies.knobs import limit_of, require_choice, require_limit
 from policies.lru import ORDERS, touch
 from policies.misses import MissPath, miss_path, require_misses, serve
 from policies.pool_retention import capacity_of, require_pool, retain
@@ -46,7 +46,8 @@ class Knobs:
         require_choice("lfu_inc", self.lfu_inc, INCREMENTS)
         require_choice("lru_order", self.lru_order, ORDERS)
         require_misses(self.misses)
-        require_pool(self.pool, self.max_admit)
+        require_pool(self.pool)
+        require_limit("max_admit", self.max_admit)
         if not 0 < self.lfu_decay <= 1:
             raise PolicyError(f"lfu_decay is {self.lfu_decay}: must be above 0 and at most 1")
 
