@@ -16,9 +16,11 @@ from tqdm import tqdm
 from experiments import trace
 from experiments.cli import USER_ERRORS, explain
 from experiments.figures import plot_tpot, plot_utilization
+from experiments.identity import UNSIZED
 from experiments.run import simulate
-from experiments.sweep import UNSIZED, table_of, write_table
-from experiments.table import format_table
+from experiments.sweep import table_of, write_table
+from experiments.table import WIDTH, format_table
+from experiments.terminal import INTERRUPTED, Ended, ending_as_error, flush, mend_streams
 from tracer import doctor
 from tracer.schema import TraceError
 from tracer.shipped import find_model
@@ -31,7 +33,6 @@ FIXED = {"layer_adapt": False}  # oled with equal layers, as the bounds have the
 SIZES = (8, 16, 32)
 HARDWARE = "rtx5090"
 SHAPE = "llada2.0-mini"
-WIDTH = 110
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,11 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory of the results (default: demo)")
     out = parser.parse_args(arguments).out
+    mend_streams()
     try:
-        run(out)
+        with ending_as_error():
+            run(out)
+            flush()
     except KeyboardInterrupt:
         print("demo: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
+    except Ended as end:
+        raise SystemExit(end.code) from None
     except USER_ERRORS as error:
         print(f"demo: error: {explain(error)}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -77,7 +83,7 @@ def run(out: Path) -> None:
         f"oled-simulate -m trace={quote(str(path))} policy=oled policy.layer_adapt=false {common}",
     )
     table = simulate_grid(path)
-    print(format_table(table, width=WIDTH))
+    print(format_table(table))
 
     plots = {"tpot.png": plot_tpot, "utilization.png": plot_utilization}
     for name, plot in plots.items():

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 from experiments.table import SECTION, describe
+from policies.registry import POLICIES
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def _plot(table: pl.DataFrame, column: str, label: str, title: str, path: Path, 
     keys = [key for key in SECTION if key in table.columns]
     if table.select(keys).n_unique() != 1:
         raise ValueError(f"a figure shows one trace, machine and model; found several of {', '.join(keys)}")
-    figure = Figure(figsize=(7.2, 4.5), layout="constrained")
+    figure = Figure(figsize=(7.2, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     sized = table.filter("sized")
@@ -78,7 +79,7 @@ def _plot(table: pl.DataFrame, column: str, label: str, title: str, path: Path, 
             continue
         nth = drawn[first["policy"]] = drawn.get(first["policy"], -1) + 1
         _draw(axes, points, column, style_of(first["policy"]), nth)
-    axes.set_title(title, loc="left", fontweight="bold")
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     axes.set_xlabel("cache size (expert slots for each MoE layer)")
     axes.set_ylabel(label)
     axes.xaxis.set_major_locator(FixedLocator(sizes))
@@ -92,12 +93,15 @@ def _plot(table: pl.DataFrame, column: str, label: str, title: str, path: Path, 
     elif values.len() and 0 < values.min() < values.max() / 8:  # type: ignore[operator]
         axes.set_yscale("log")
         axes.set_ylabel(f"{label}, log scale")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        is_narrow = values.max() < 30 * values.min()  # type: ignore[operator]
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if is_narrow else (1, 2, 5), numticks=99))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.set_ylim(bottom=0)
-    figure.legend(loc="outside right upper", frameon=False, handlelength=3)
+    longest = max((len(str(line.get_label())) for line in axes.lines), default=0)
+    ncols = max(1, min(3, 100 // (longest + 6)))
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=ncols, frameon=False, handlelength=3, fontsize=9)
     paths = sized.group_by("misses", maintain_order=True).agg(pl.col("policy").unique(maintain_order=True))
     served = [f"misses {path}: {', '.join(policies)}" for path, policies in paths.iter_rows()]
     note = "; ".join([*describe(table.row(0, named=True)), *served])
@@ -130,7 +134,10 @@ def _draw(axes: Axes, points: pl.DataFrame, column: str, style: Style, nth: int)
 
 
 def style_of(policy: str) -> Style:
-    """Colour, marker and line of a policy; one without its own gets the same one in every figure by its name."""
-    number = sum(policy.encode())
-    other = Style(_OTHER_COLORS[number % len(_OTHER_COLORS)], _OTHER_MARKERS[number // 6 % len(_OTHER_MARKERS)])
-    return STYLES.get(policy, other)
+    """Colour, marker and line of a policy; one without its own gets the same one in every figure."""
+    if policy in STYLES:
+        return STYLES[policy]
+    others = [name for name in POLICIES if name not in STYLES]
+    number = others.index(policy) if policy in others else sum(policy.encode())
+    count = len(_OTHER_COLORS)
+    return Style(_OTHER_COLORS[number % count], _OTHER_MARKERS[(number + number // count) % len(_OTHER_MARKERS)])

@@ -61,10 +61,25 @@ def test_time_by_size(tmp_path, drawn):
     assert "slots" in axes.get_xlabel()
     assert list(axes.get_xticks()) == [8, 16, 32]
     assert axes.get_yscale() == "log"  # from 2 to 30
+    low, high = axes.get_ylim()
+    assert len([tick for tick in axes.get_yticks() if low <= tick <= high]) >= 6
     note = " ".join(drawn[0].get_supxlabel().split())
     assert "source proxy:proxy-tiny" in note
     assert "rtx5090 (from data sheets, never validated on this GPU)" in note
     assert note.endswith("misses h2d: lru; misses oled: oled, ideal_min")
+
+
+@pytest.mark.parametrize("variant", ["", "coop=false", "a_very_long_knob=with_a_very_long_value, and=another_one"])
+def test_the_legend_stands_above_the_axes_and_takes_no_width_from_them(tmp_path, drawn, variant):
+    changed = table().filter(pl.col("policy") == "oled").with_columns(variant=pl.lit(variant))
+    plot_utilization(pl.concat([table().filter(pl.col("policy") != "oled"), changed]), tmp_path / "plot.png")
+    (axes,) = drawn[0].axes
+    legend, box = axes.get_legend().get_window_extent(), axes.get_window_extent()
+    assert legend.y0 >= box.y1 - 1
+    assert legend.y1 <= drawn[0].bbox.height
+    assert legend.x1 <= drawn[0].bbox.width
+    assert box.width > 0.8 * drawn[0].bbox.width
+    assert box.height > 0.5 * drawn[0].bbox.height
 
 
 def test_utilization_by_size(tmp_path, drawn):
