@@ -65,8 +65,10 @@ class Recording:
     def train(self, minutes: float) -> None:
         """Train until the time is over."""
         began = time.monotonic()
+        self._draw()  # what would refuse them must do so before the training, which needs the same sources
+        left = 60 * minutes - (time.monotonic() - began)
         device = torch.device(self._device)
-        train(self._config, self._directory / TRAINING, seconds=60 * minutes, device=device, report=_to_stderr)
+        train(self._config, self._directory / TRAINING, seconds=left, device=device, report=_to_stderr)
         gc.collect()  # the optimiser's memory is for the workers now
         torch.cuda.empty_cache()
         self.facts["training_s"] = round(time.monotonic() - began, 1)
@@ -96,6 +98,17 @@ class Recording:
         if scoring.is_alive():
             self.facts["scores_not_done"] = "killed when the time was over"
         self.facts["recording_s"] = round(time.monotonic() - began, 1)
+
+    def _draw(self) -> list[dict[str, list[str]]]:
+        """Prompts of each workload: candidates for the evaluated requests, and those of the calibration."""
+        packages = self._config.packages
+        return [
+            {
+                workload: [document.prompt for document in prompts(workload, n, split, packages)]
+                for workload in self._config.shares
+            }
+            for n, split in ((NUM_CANDIDATES, "heldout"), (NUM_CALIBRATION, "calibration"))
+        ]
 
     def write_report(self) -> dict[str, Any]:
         """Write report.json, pack again if that is wanted, and return the report."""
