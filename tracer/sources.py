@@ -20,7 +20,7 @@ from pathlib import Path
 from tracer.schema import TraceError
 
 LIBRARY = "python"  # the standard library, among the packages
-MAX_PACKAGE_BYTES = 24_000_000  # of sources, so that no package dominates
+MAX_PACKAGE_BYTES = 40_000_000  # of sources, so that no package dominates
 
 _LIBRARY_SKIPPED_PARTS = {"test", "tests", "site-packages", "dist-packages", "idle_test", "pydoc_data", "encodings"}
 _SKIPPED_PARTS = {"test", "tests", "testing", "_testing", "generated", "_generated"} | {
