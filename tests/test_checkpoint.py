@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -374,10 +375,29 @@ def test_missing_tensors_are_named_and_counted(saved):
     fails(saved[0], f"{path}: 1 missing tensor: {EXPERT}; config.json asks for {count} tensors")
 
 
-def test_shard_outside_the_directory(saved):
+@pytest.mark.parametrize("shard", ["../a.safetensors", "", "."])
+def test_shard_outside_the_directory(saved, shard):
     path = saved[0] / INDEX_NAME
-    edit_json(path, lambda index: index["weight_map"].update({EXPERT: "../a.safetensors"}))
-    fails(saved[0], f"{path}: shard '../a.safetensors' of {EXPERT}: must be the name of a file in this directory")
+    edit_json(path, lambda index: index["weight_map"].update({EXPERT: shard}))
+    fails(saved[0], f"{path}: shard {shard!r} of {EXPERT}: must be the name of a file in this directory")
+
+
+def test_a_file_that_cannot_be_read_is_named(saved, monkeypatch):
+    directory, _ = saved
+    shard = sorted(set(read_index(directory).values()))[0]
+
+    def broken(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint, "safe_open", broken)
+    fails(
+        directory,
+        f"{read_index(directory)['model.word_embeddings.weight']}: cannot be read as a shard: [Errno 5] Input/output error",
+    )
+    monkeypatch.setattr(checkpoint.hashlib, "file_digest", broken)
+    fails(directory, f"{shard}: cannot be read: Input/output error", checkpoint_hash)
+    monkeypatch.setattr(Path, "read_text", broken)
+    fails(directory, f"{directory / CONFIG_NAME}: cannot be read: Input/output error", read_config)
 
 
 def test_missing_shard(saved):

@@ -96,7 +96,7 @@ def read_index(directory: str | Path) -> dict[str, Path]:
         if names:
             raise TraceError(f"{path}: {_enumerate(names, fault)}; {CONFIG_NAME} asks for {len(expected)} tensors")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
             raise TraceError(f"{path}: shard {shard!r} of {name}: must be the name of a file in this directory")
     return {name: directory / weight_map[name] for name in expected}
 
@@ -233,8 +233,11 @@ def checkpoint_hash(directory: str | Path) -> str:
 
 
 def _file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:  # of reading, which names no file
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _tensors(model: LLaDA2) -> Iterator[tuple[str, Tensor]]:
@@ -269,7 +272,7 @@ def _read_shard(path: Path, shapes: dict[str, tuple[int, ...]]) -> Iterator[tupl
                     allowed = ", ".join(str(dtype) for dtype in _STORED_DTYPES)
                     raise TraceError(f"{path}: {name} is stored as {stored.dtype}, allowed are {allowed}")
                 yield name, stored
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:  # safetensors names no file
         raise TraceError(f"{path}: cannot be read as a shard: {error}") from None
 
 
