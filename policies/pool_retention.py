@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.contract import PolicyError
 from policies.jit import jit
 from policies.knobs import require_choice
 from policies.pool import number_in_pool
@@ -13,18 +12,15 @@ from policies.retention import equal_capacity
 from tracer.schema import ModelShape
 
 POOLS = ("layer", "global")
-UNLIMITED = np.iinfo(np.int64).max
 
 
-def require_pool(pool: str, max_admit: int | None) -> None:
-    """Refuse the knobs `pool` and `max_admit` where they are not allowed.
+def require_pool(pool: str) -> None:
+    """Refuse a value of the knob `pool` that is none.
 
     Raises:
         PolicyError: with the allowed values.
     """
     require_choice("pool", pool, POOLS)
-    if max_admit is not None and max_admit < 0:
-        raise PolicyError(f"max_admit is {max_admit}: must be at least 0, or null for no limit")
 
 
 def capacity_of(pool: str, shape: ModelShape, slots: int) -> NDArray[np.int64]:

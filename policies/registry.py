@@ -8,14 +8,17 @@ from types import ModuleType
 from typing import Any
 
 from policies import (
+    finemoe,
     full,
     gate_ahead,
+    hybrimoe,
     ideal_free,
     ideal_min,
     ideal_min_global,
     ideal_prefetch,
     lfu,
     lru,
+    moe_infinity,
     oled,
     ondemand,
     prev_set,
@@ -36,6 +39,9 @@ POLICIES: dict[str, ModuleType] = {
     "lfu": lfu,
     "prev_set": prev_set,
     "oled": oled,
+    "moe_infinity": moe_infinity,
+    "finemoe": finemoe,
+    "hybrimoe": hybrimoe,
     "gate_ahead": gate_ahead,
     "ideal_free": ideal_free,
     "ideal_min": ideal_min,

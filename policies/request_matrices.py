@@ -1,0 +1,168 @@
+"""MoE-Infinity's memory of requests: how often each activated every expert, and which of them a forward resembles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.contract import PolicyError
+from policies.exact import more_similar
+from policies.jit import jit
+
+MOST_REQUESTS = 256  # in one pass
+
+
+class RequestMatrices(NamedTuple):
+    """Stored matrices of finished requests, and those of the running ones. N entries."""
+
+    entries: NDArray[np.int32]  # [N, L, E] tokens routed in decode forwards (EAMC)
+    columns: NDArray[np.int32]  # [L, E, N] the same, as the search reads it
+    norms: NDArray[np.int64]  # [L, N] sums of squares over the layers up to this one
+    size: NDArray[np.int64]  # [1] entries in use
+    dots: NDArray[np.int64]  # [N] products with the layers of this forward that have run (iEAM)
+    names: NDArray[np.int64]  # [256] requests that run, -1 for none
+    running: NDArray[np.int64]  # [256, L, E] their matrices so far
+
+
+def request_matrices(stored: NDArray[np.int64], num_entries: int) -> RequestMatrices:
+    """Up to `num_entries` matrices, of which those stored come first, [n, L, E]."""
+    stored = stored[:num_entries]
+    entries = np.zeros((num_entries, *stored.shape[1:]), np.int32)
+    entries[: len(stored)] = stored
+    layers = (entries.astype(np.int64) ** 2).sum(axis=2)  # [N, L]
+    return RequestMatrices(
+        entries=entries,
+        columns=np.ascontiguousarray(entries.transpose(1, 2, 0)),
+        norms=np.ascontiguousarray(layers.cumsum(axis=1).T),
+        size=np.array([len(stored)]),
+        dots=np.zeros(num_entries, np.int64),
+        names=np.full(MOST_REQUESTS, -1),
+        running=np.zeros((MOST_REQUESTS, *stored.shape[1:]), np.int64),
+    )
+
+
+@jit
+def see(matrices, step):
+    """Take the layer into the matrix of this forward, which begins anew with each forward's first layer."""
+    dots = matrices.dots
+    if step.layer == 0:
+        dots[:] = 0
+    for expert in range(step.load.size):
+        load = step.load[expert]
+        if load > 0:
+            column = matrices.columns[step.layer, expert]
+            for entry in range(dots.size):
+                dots[entry] += load * column[entry]
+
+
+@jit
+def nearest(matrices, layer):
+    """Entry that this forward resembles most by cosine, the lowest of equal ones; -1 where there is none.
+
+    Args:
+        matrices: RequestMatrices.
+        layer: entries count up to this one.
+    """
+    return _nearest(matrices.dots, matrices.norms[layer], matrices.size[0])
+
+
+@jit
+def _nearest(dots, norms, size):
+    best = -1
+    for entry in range(size):
+        if best < 0 or more_similar(dots[entry], norms[entry], dots[best], norms[best]):
+            best = entry
+    return best
+
+
+@jit
+def count_requests(matrices, step):
+    """Count the decode tokens of the layer for their requests, and take up requests that are new.
+
+    Returns:
+        Whether one is, at the first layer of its first forward.
+
+    Raises:
+        PolicyError: more requests in a pass than there is room for.
+    """
+    names, place, is_new = matrices.names, -1, False
+    for token in range(step.request.size):
+        if place < 0 or names[place] != step.request[token]:
+            place, free = _places(names, step.request[token])
+            if place < 0:
+                if free < 0:
+                    raise PolicyError("moe_infinity follows up to 256 requests in a pass, and there are more")
+                place, is_new = free, True
+                names[place] = step.request[token]
+        if step.block[token] >= 0:
+            for k in range(step.expert_ids.shape[1]):
+                matrices.running[place, step.layer, step.expert_ids[token, k]] += 1
+    return is_new
+
+
+@jit
+def _places(names, request):
+    free = -1
+    for place in range(names.size):
+        if names[place] == request:
+            return place, free
+        if names[place] < 0 and free < 0:
+            free = place
+    return -1, free
+
+
+@jit
+def end_requests(matrices, step, learns):
+    """Forget the requests that are not in this forward, after storing their matrices if the policy learns.
+
+    When all entries are in use, the one that resembles the new matrix most makes room.
+
+    Returns:
+        The last entry that was written, -1 where none was.
+    """
+    written = -1
+    for place in range(matrices.names.size):
+        if matrices.names[place] < 0:
+            continue
+        goes_on = False
+        for token in range(step.request.size):
+            goes_on |= step.request[token] == matrices.names[place]
+        if goes_on:
+            continue
+        matrix = matrices.running[place]
+        if learns and matrix.any():
+            written = _store(matrices, matrix)
+        matrices.names[place] = -1
+        matrix[:] = 0
+    return written
+
+
+@jit
+def _store(matrices, matrix):
+    entry = matrices.size[0]
+    if entry < matrices.entries.shape[0]:
+        matrices.size[0] += 1
+    else:
+        entry = _closest(matrices, matrix)
+    norm = 0
+    for layer in range(matrix.shape[0]):
+        for expert in range(matrix.shape[1]):
+            count = matrix[layer, expert]
+            norm += count * count
+            matrices.entries[entry, layer, expert] = matrices.columns[layer, expert, entry] = count
+        matrices.norms[layer, entry] = norm
+    return entry
+
+
+@jit
+def _closest(matrices, matrix):
+    dots = np.zeros(matrices.entries.shape[0], np.int64)
+    for entry in range(dots.size):
+        dot = 0
+        for layer in range(matrix.shape[0]):
+            for expert in range(matrix.shape[1]):
+                dot += matrix[layer, expert] * matrices.entries[entry, layer, expert]
+        dots[entry] = dot
+    return _nearest(dots, matrices.norms[-1], dots.size)
