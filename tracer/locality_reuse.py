@@ -15,11 +15,8 @@ from tracer.schema import Pass
 
 def layer_heat(forwards: Iterable[ForwardSets]) -> NDArray[np.float64]:
     """Share of the forwards in which each expert is activated, [L, E]; [0, 0] without forwards."""
-    num_forwards, heat = 0, np.zeros((0, 0))
-    for forward in forwards:
-        heat = heat + forward.activated if num_forwards else forward.activated.astype(np.float64)
-        num_forwards += 1
-    return heat / max(num_forwards, 1)
+    activated = [forward.activated for forward in forwards]
+    return np.mean(activated, axis=0) if activated else np.empty((0, 0))
 
 
 def hottest_share(heat: NDArray[np.float64], part: float = 0.1) -> NDArray[np.float64]:
