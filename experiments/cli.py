@@ -208,6 +208,7 @@ class Job:
             self.run(config)
         except Exception as error:  # one cell; the others go on, and all failures are listed at the end
             cell["error"] = _text_of(error)
+        directory.mkdir(parents=True, exist_ok=True)  # an equal cell may be taking its place this moment
         (directory / CELL).write_text(json.dumps(cell, indent=2) + "\n")
 
 
@@ -227,7 +228,7 @@ def cells_of(sweep: Path) -> dict[Path, dict[str, Any]]:
             continue
         try:
             cell = read_object(path)
-        except TraceError:  # somebody else's, or cut short
+        except (FileNotFoundError, TraceError):  # replaced this moment; somebody else's, or cut short
             continue
         if {"grid", "overrides", "error"} == set(cell):
             found[path.parent] = cell

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import shutil
@@ -39,7 +40,7 @@ def read_run(directory: Path) -> Run | None:
         return None
     try:
         return Run(read_object(directory / SUMMARY), read_object(directory / MANIFEST))
-    except TraceError:  # damaged: it is made again
+    except (FileNotFoundError, TraceError):  # replaced this moment, or damaged
         return None
 
 
@@ -116,8 +117,7 @@ class RunFiles:
             write_parquet(forwards, self._partial / RESULT)
         for name, values in ((MANIFEST, manifest), (SUMMARY, summary)):
             (self._partial / name).write_text(json.dumps(values, indent=2) + "\n")
-        self._check_target(self._directory)  # again: another run may have ended here meanwhile
-        self._take_place()
+        self._take_place(self._directory)
 
     def _check_target(self, shown: Path) -> None:
         if not self._final.exists():
@@ -134,18 +134,24 @@ class RunFiles:
         if found is not None and (keys := differences(found.manifest.get("config", {}), self._config)):
             raise ConfigError(f"{shown}: holds a run with another {', '.join(keys)}; output.overwrite=true replaces it")
 
-    def _take_place(self) -> None:
-        if not self._final.exists():
-            self._partial.rename(self._final)
-            return
-        replaced = self._partial.with_name(self._partial.name.replace(".partial-", ".replaced-"))
-        self._final.rename(replaced)
-        try:
-            self._partial.rename(self._final)
-        except OSError:
-            replaced.rename(self._final)
-            raise
-        shutil.rmtree(replaced)
+    def _take_place(self, shown: Path) -> None:
+        moved: list[Path] = []
+        while True:
+            self._check_target(shown)  # again: another run may have ended here meanwhile
+            try:
+                self._partial.rename(self._final)  # as long as nothing is there, or an empty directory
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    if moved:
+                        moved[-1].rename(self._final)
+                    raise
+            replaced = self._final.with_name(f".{self._final.name}.replaced-{secrets.token_hex(4)}")
+            with suppress(FileNotFoundError):  # another run is doing the same
+                self._final.rename(replaced)
+                moved.append(replaced)
+        for path in moved:
+            shutil.rmtree(path)
 
 
 def write_parquet(table: pl.DataFrame, path: Path) -> None:

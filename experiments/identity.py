@@ -50,7 +50,9 @@ def sources() -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], group: str = "") -> list[str]:
-    """Dotted keys at which two configurations differ, in order."""
+    """Dotted keys at which two configurations differ, in order; of groups with different names the name alone."""
+    if group and before.get("name") != now.get("name"):
+        return [f"{group}name"]
     keys: list[str] = []
     for key in sorted({*before, *now}):
         old, new = before.get(key), now.get(key)

@@ -287,6 +287,7 @@ def test_a_finished_run_is_replaced_by_its_like_and_by_another_only_when_told_so
     before = contents("out")
     err = refused(*arguments, "cache.slots_per_layer=7", "seed=1")
     assert "out: holds a run with another cache.slots_per_layer, seed; output.overwrite=true" in err
+    assert "another policy.name, seed; " in refused(*arguments, "policy=oled", "cache.slots_per_layer=6", "seed=1")
     assert contents("out") == before
     assert command(main, *arguments, "cache.slots_per_layer=7", "output.overwrite=true").code == 0
     assert json.loads(Path("out/summary.json").read_text())["slots_per_layer"] == 7
@@ -339,7 +340,7 @@ def test_a_run_that_fails_leaves_the_finished_one(trace, monkeypatch):
     rename = Path.rename
 
     def renamed(path, target):
-        if ".partial-" in path.name:
+        if ".partial-" in path.name and not Path("out").exists():
             raise OSError(5, "Input/output error", str(path))
         return rename(path, target)
 
@@ -349,28 +350,45 @@ def test_a_run_that_fails_leaves_the_finished_one(trace, monkeypatch):
     assert contents("out") == before
 
 
-def test_a_run_that_is_killed_leaves_no_half_of_one(trace, tmp_path):
+def test_equal_runs_that_end_together_leave_one_of_them(trace, tmp_path, monkeypatch):
+    run.simulate(trace, "lru", 6, output="out")
+    shutil.copytree("out", "other")
+    rename, ended = Path.rename, []
+
+    def renamed(path, target):
+        made = rename(path, target)
+        if path.name == "out" and not ended:
+            ended.append(rename(Path("other"), tmp_path / "out"))
+        return made
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    run.simulate(trace, "lru", 6, output="out")
+    assert ended
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.name for path in Path("out").iterdir()} == FILES
+
+
+@pytest.mark.parametrize(("attempt", "lies_at"), [(1, "out"), (2, ".out.replaced-")])
+def test_a_run_that_is_killed_leaves_no_half_of_one(trace, tmp_path, attempt, lies_at):
     code = f"""
 import os, signal
 from pathlib import Path
 from experiments.run import simulate
 simulate({str(trace)!r}, "lru", 6, output="out")
-rename = Path.rename
+rename, attempts = Path.rename, []
 def killed(path, target):
-    if ".partial-" in path.name:
+    attempts.extend([path] * (".partial-" in path.name))
+    if len(attempts) == {attempt}:
         os.kill(os.getpid(), signal.SIGKILL)
     return rename(path, target)
 Path.rename = killed
 simulate({str(trace)!r}, "lfu", 6, output="out", overwrite=True)
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == -9
-    assert not Path("out").exists()
-    replaced, partial = sorted(tmp_path.iterdir(), key=lambda path: path.name, reverse=True)
-    assert replaced.name.startswith(".out.replaced-")
-    assert partial.name.startswith(".out.partial-")
-    for policy, whole in (("lru", replaced), ("lfu", partial)):
-        assert {path.name for path in whole.iterdir()} == FILES
-        assert json.loads((whole / "summary.json").read_text())["policy"] == policy
+    found = {json.loads((path / "summary.json").read_text())["policy"]: path for path in tmp_path.iterdir()}
+    assert found["lru"].name.startswith(lies_at)
+    assert found["lfu"].name.startswith(".out.partial-")
+    assert all({file.name for file in path.iterdir()} == FILES for path in found.values())
 
 
 def test_a_setting_that_json_cannot_hold_is_refused_before_the_run(trace):
