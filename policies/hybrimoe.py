@@ -12,11 +12,12 @@ from policies.contract import Context, Policy, PolicyError, plain_plan
 from policies.hybrid_schedule import hybrid_split
 from policies.jit import jit
 from policies.knobs import limit_of, require_choice, require_limit
-from policies.misses import MissPath, miss_path, require_misses, serve
+from policies.misses import MISSES, MissPath, miss_path, serve
 from policies.pool_retention import lowest_first
 from policies.retention import best, equal_capacity, missed_of, nobody_resident, with_admitted
 from tracer.schema import ForwardKind, ModelShape
 
+PATHS = ("hss", *MISSES)
 POOLINGS = ("token_topp", "mean_topp")
 _PREFILL = int(ForwardKind.PREFILL)
 
@@ -39,8 +40,12 @@ class Knobs:
     """How many of a layer's transfers enter its slots, those of highest score first; null for all. Ours."""
 
     def __post_init__(self) -> None:
-        if self.misses != "hss":
-            require_misses(self.misses)
+        if self.misses == "cpu":
+            raise PolicyError(
+                f"misses=cpu admits nothing, so it needs residents at the start, and there are none: "
+                f"allowed are {', '.join(PATHS)}"
+            )
+        require_choice("misses", self.misses, PATHS)
         require_choice("mrs_pool", self.mrs_pool, POOLINGS)
         if not 0 < self.mrs_alpha <= 1:
             raise PolicyError(f"mrs_alpha is {self.mrs_alpha}: must be above 0 and at most 1")

@@ -92,7 +92,7 @@ class State(NamedTuple):
 
 
 @jit
-def rank(score, entry, first_protected, num_protected):
+def rank(score, entry, protected):
     """Write the priority to stay: (p + epsilon) * (1 - layer / L), p the share of the layer's tokens in the entry.
 
     Source: MoE-Infinity, section 4.5, algorithm 1, lines 10-16, layers from 0 and epsilon 1e-8.
@@ -100,21 +100,19 @@ def rank(score, entry, first_protected, num_protected):
     Args:
         score: [L, E], written. Equal fractions give equal numbers.
         entry: [L, E] tokens routed, the same sum in each layer.
-        first_protected: first of the layers whose predicted experts rank above all others.
-        num_protected: how many there are.
+        protected: first of the layers whose predicted experts rank above all others, and the layer behind the last.
     """
     num_layers, num_experts = score.shape
     total = max(entry[0].sum(), 1)
     scale = float(PER_EPSILON * total * num_layers)
     for layer in range(num_layers):
-        is_protected = first_protected <= layer < first_protected + num_protected
         for expert in range(num_experts):
             count = np.int64(entry[layer, expert])
             score[layer, expert] = float((PER_EPSILON * count + total) * (num_layers - layer)) / scale
-        if is_protected:
-            for expert in range(num_experts):
-                if entry[layer, expert] > 0:
-                    score[layer, expert] = np.inf
+    for layer in range(protected[0], protected[1]):
+        for expert in range(num_experts):
+            if entry[layer, expert] > 0:
+                score[layer, expert] = np.inf
 
 
 @jit
@@ -165,9 +163,7 @@ def decide(params, state, step, view):
     layer, matrices = step.layer, state.matrices
     num_layers, num_experts = state.score.shape
     if layer == 0:
-        written = end_requests(matrices, step, params.learns)
-        if written == state.counts[1]:
-            state.counts[1] = -1
+        state.counts[1] = end_requests(matrices, step, params.learns, state.counts[1])
     state.counts[2] += count_requests(matrices, step)
     see(matrices, step)
     state.counts[0] += 1
@@ -180,15 +176,13 @@ def decide(params, state, step, view):
     if params.each_gate or (layer == num_layers - 1 and state.counts[2] > 0):
         entry = nearest(matrices, num_layers - 1 if params.whole else layer)
     if entry >= 0:
-        num_protected = params.depth if params.protect else 0
-        if entry != state.counts[1] or params.protect:
-            rank(state.score, matrices.entries[entry], layer + 1, num_protected)
-            state.counts[1] = entry
-        if params.each_gate:
-            before, first, end = layer, layer + 1, layer + 1 + min(params.depth, num_layers - 1 - layer)
-        else:
+        before, first, end = layer, layer + 1, layer + 1 + min(params.depth, num_layers - 1 - layer)
+        if not params.each_gate:
             before, first, end = 0, 0, num_layers
             state.counts[2] = 0
+        if entry != state.counts[1] or params.protect:
+            rank(state.score, matrices.entries[entry], (first, end if params.protect else first))
+            state.counts[1] = entry
         prefetches, priority = predicted(matrices.entries[entry], before, first, end, view)
 
     transfers = ids_of(missed_of(step.load, view.resident[layer]))
@@ -216,7 +210,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
         capacity = capacity_of(knobs.pool, shape, slots)
         size = (shape.num_layers, shape.num_experts)
         score = np.empty(size)
-        rank(score, np.zeros(size, np.int32), 0, 0)
+        rank(score, np.zeros(size, np.int32), (0, 0))
         state = State(score, np.zeros(size, np.int64), np.array([0, -1, 0]), request_matrices(stored, knobs.mi_entries))
         return state, nobody_resident(shape), capacity
 

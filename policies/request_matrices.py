@@ -114,29 +114,36 @@ def _places(names, request):
 
 
 @jit
-def end_requests(matrices, step, learns):
+def end_requests(matrices, step, learns, current):
     """Forget the requests that are not in this forward, after storing their matrices if the policy learns.
 
-    When all entries are in use, the one that resembles the new matrix most makes room.
+    The lowest request comes first. When all entries are in use, the one that resembles the new matrix most makes room.
 
     Returns:
-        The last entry that was written, -1 where none was.
+        The entry `current`, or -1 if another stands there now.
     """
-    written = -1
-    for place in range(matrices.names.size):
-        if matrices.names[place] < 0:
-            continue
-        goes_on = False
-        for token in range(step.request.size):
-            goes_on |= step.request[token] == matrices.names[place]
-        if goes_on:
-            continue
+    while True:
+        place = _ended(matrices.names, step.request)
+        if place < 0:
+            return current
         matrix = matrices.running[place]
-        if learns and matrix.any():
-            written = _store(matrices, matrix)
+        if learns and matrix.any() and _store(matrices, matrix) == current:
+            current = -1
         matrices.names[place] = -1
         matrix[:] = 0
-    return written
+
+
+@jit
+def _ended(names, request):
+    lowest = -1
+    for place in range(names.size):
+        if names[place] >= 0 and (lowest < 0 or names[place] < names[lowest]):
+            goes_on = False
+            for other in request:
+                goes_on |= other == names[place]
+            if not goes_on:
+                lowest = place
+    return lowest
 
 
 @jit
