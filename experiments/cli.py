@@ -158,7 +158,8 @@ def _ordered(arguments: list[str]) -> list[str]:
         raise ConfigError("--experimental-rerun: reads a pickle, which could run anything; it is not supported")
     overrides = found.overrides
     for override in OverridesParser.create().parse_overrides(overrides):
-        if found.multirun and override.key_or_group == "output.dir" and override.is_sweep_override():
+        varies = override.is_sweep_override() or "${" in str(override.input_line)
+        if found.multirun and override.key_or_group == "output.dir" and varies:
             raise ConfigError(f"{override.input_line}: a grid has one directory, and its cells lie below it")
     return [*overrides, *(argument for argument in arguments if argument not in overrides)]
 

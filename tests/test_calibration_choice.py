@@ -116,5 +116,5 @@ def test_the_command_has_the_key(shipped, tmp_path, monkeypatch):
     assert command(main, *arguments, "calibration=warmup", "output.dir=out").code == 0
     assert '"calibration": "first 1 of 3 requests of the trace"' in (tmp_path / "out" / "manifest.json").read_text()
     refused = command(main, *arguments, "calibration=nowhere.npz", "output.dir=other")
-    assert refused.code == 1
+    assert refused.code == 2
     assert "nowhere.npz: cannot be read as a calibration" in refused.err

@@ -120,6 +120,7 @@ def test_output_dir_names_the_directory():
         (["-m", "needed=x", "colour=red,rde"], ["colour=rde", "did you mean red?"]),
         (["-m", "needed=x", "number=1,many"], ["number", "many", "Integer"]),
         (["-m", "needed=x", "output.dir=a,b"], ["output.dir=a,b", "one directory"]),
+        (["-m", "needed=x", "number=1,2", "output.dir=a${number}"], ["output.dir=a${number}", "one directory"]),
         (["needed=é"], ["needed=é", "key=value", "letters beyond ASCII"]),
     ],
 )
