@@ -73,23 +73,6 @@ def register() -> None:
         store.store(group="policy", name=name, node=_policy_class(name, module.Knobs))
 
 
-def refuse_unknown(config: DictConfig) -> None:
-    """Refuse keys that were added with + and that nothing reads; knobs and profiles are checked where they are used.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    for group, node, schema in (
-        ("", config, Simulate),
-        ("cache.", config.cache, Cache),
-        ("output.", config.output, Output),
-    ):
-        allowed = [entry.name for entry in fields(schema)]
-        for key in node:
-            if key not in allowed:
-                raise ConfigError(f"{group}{key}: no such key; allowed: {', '.join(allowed)}")
-
-
 def policy_of(config: DictConfig, choice: str) -> tuple[str, dict[str, Any]]:
     """Name and knobs of the policy that a configuration asks for.
 

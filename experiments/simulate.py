@@ -14,6 +14,7 @@ from experiments import sweep
 from experiments.calibration import context_of
 from experiments.cli import hydra_command
 from experiments.identity import identity
+from experiments.keys import refuse_unknown
 from experiments.profiles import profile_hash
 from experiments.run import simulate
 from experiments.sweep import shown, table_of
@@ -31,7 +32,7 @@ def main() -> None:
 
 def run(config: DictConfig) -> None:
     """Run one configuration and write its files; print its table, unless it is a cell of a multirun."""
-    schema.refuse_unknown(config)
+    refuse_unknown(config, schema.Simulate)  # knobs and the sizes of a shape are checked where they are used
     settings = HydraConfig.get()
     overrides = list(settings.overrides.task)
     directory = Path(settings.runtime.output_dir)
