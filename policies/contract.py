@@ -122,6 +122,7 @@ class Policy:
         reads_signals: decisions depend on `step.signals`, which other policies are not given.
         clairvoyant: was built from the trace that it is run on.
         warnings: what the person who reads the results should know about this policy on this trace.
+        file: that it was made from, where it is not of an installed package.
     """
 
     name: str
@@ -140,6 +141,7 @@ class Policy:
     sized: bool = True  # False: ignores the cache size (full, ondemand)
     variant: str = ""  # knobs that differ from their defaults, as key=value
     warnings: tuple[str, ...] = ()
+    file: str = ""
 
 
 @dataclass(frozen=True)

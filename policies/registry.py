@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from types import ModuleType
+from dataclasses import replace
 from typing import Any
 
 from policies import (
+    fiddler,
     finemoe,
     full,
     gate_ahead,
@@ -16,23 +16,24 @@ from policies import (
     ideal_min,
     ideal_min_global,
     ideal_prefetch,
+    ktransformers,
     lfu,
     lru,
     moe_infinity,
     oled,
     ondemand,
     prev_set,
+    sida,
+    swapmoe,
 )
+from policies.build import PolicyModule, build_from
 from policies.contract import Context, Policy, PolicyError
-from policies.knobs import variant_of
-from tracer.records import make_record
+from policies.custom import build_custom, installed, installed_module
 from tracer.schema import choices
-
-LARGEST_KNOB = 10**15  # compiled code counts in 64 bits, and adds knobs up
 
 # Each module has a dataclass Knobs and a function build(knobs, context) -> Policy. Its NamedTuples must differ from those
 # of other modules in name or in field types: numba dispatches calls from Python by these, and would do so slowly.
-POLICIES: dict[str, ModuleType] = {
+POLICIES: dict[str, PolicyModule] = {
     "full": full,
     "ondemand": ondemand,
     "lru": lru,
@@ -42,6 +43,10 @@ POLICIES: dict[str, ModuleType] = {
     "moe_infinity": moe_infinity,
     "finemoe": finemoe,
     "hybrimoe": hybrimoe,
+    "ktransformers": ktransformers,
+    "fiddler": fiddler,
+    "swapmoe": swapmoe,
+    "sida": sida,
     "gate_ahead": gate_ahead,
     "ideal_free": ideal_free,
     "ideal_min": ideal_min,
@@ -54,35 +59,38 @@ def build_policy(name: str, knobs: Mapping[str, Any] | object, context: Context)
     """The policy of this name, ready for a run.
 
     Args:
-        name: one of POLICIES.
+        name: one of POLICIES or of an installed package, or `custom`: a class in a file.
         knobs: those that differ from their defaults, by name, or the policy's whole Knobs.
         context: what it may be built from.
 
     Raises:
         PolicyError: the name, a knob or its value is not allowed, or the context lacks what the policy needs.
     """
-    module = policy_module(name)
-    if isinstance(knobs, module.Knobs):
-        knobs = vars(knobs)
-    if not isinstance(knobs, Mapping):
-        raise PolicyError(f"{name} was given {type(knobs).__name__}, needs its own Knobs or a mapping")
-    allowed = [field.name for field in fields(module.Knobs)]
-    for key in knobs:
-        if key not in allowed:
-            raise PolicyError(f"{name} has no knob {key!r}; {choices(str(key), allowed)}")
-    made = make_record(module.Knobs, knobs, name, PolicyError)
-    for key, value in vars(made).items():
-        if isinstance(value, (int, float)) and not abs(value) <= LARGEST_KNOB:
-            raise PolicyError(f"{key} is {value:g}, must be within {LARGEST_KNOB:g}")
-    return replace(module.build(made, replace(context, policy=name)), variant=variant_of(made))
+    if name == "custom":
+        built = build_custom(knobs, context)
+        require_own_name(built.name)
+        return built
+    return replace(build_from(policy_module(name), name, knobs, context), name=name)
 
 
-def policy_module(name: str) -> ModuleType:
-    """The module of this policy: its Knobs and its build.
+def require_own_name(name: str) -> None:
+    """Refuse a policy of the user's that tables would show as one of ours.
 
     Raises:
-        PolicyError: there is no such policy.
+        PolicyError: with the names that are taken.
     """
-    if not isinstance(name, str) or name not in POLICIES:
-        raise PolicyError(f"no policy {name!r}; {choices(str(name), POLICIES)}")
-    return POLICIES[name]
+    if name in POLICIES:
+        raise PolicyError(f"a class {name} would pass for the policy of that name; it must have another")
+
+
+def policy_module(name: str) -> PolicyModule:
+    """The module of this policy, or what stands for that of an installed package: its Knobs and its build.
+
+    Raises:
+        PolicyError: there is no such policy, or the package cannot be used.
+    """
+    if isinstance(name, str) and name in POLICIES:
+        return POLICIES[name]
+    if isinstance(name, str) and name in installed():
+        return installed_module(name)
+    raise PolicyError(f"no policy {name!r}; {choices(str(name), [*POLICIES, *installed(), 'custom'])}")
