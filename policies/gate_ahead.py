@@ -36,7 +36,7 @@ class Knobs:
         require_limit("max_admit", self.max_admit)
 
 
-class Params(NamedTuple):
+class AheadParams(NamedTuple):
     """What never changes."""
 
     depth: int
@@ -51,7 +51,7 @@ class State(NamedTuple):
     score: NDArray[np.float64]  # [L, E] time of last activation or naming
 
 
-def init(params: Params, shape: ModelShape, slots: int) -> tuple[State, NDArray[np.bool_], NDArray[np.int64]]:
+def init(params: AheadParams, shape: ModelShape, slots: int) -> tuple[State, NDArray[np.bool_], NDArray[np.int64]]:
     """Start empty, with equal capacities."""
     size = (shape.num_layers, shape.num_experts)
     state = State(np.zeros(size, np.int64), np.zeros(1, np.int64), np.zeros(size))
@@ -115,7 +115,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
         raise PolicyError("gate_ahead needs ahead_ids of the table signals, which this trace lacks")
     return Policy(
         "gate_ahead",
-        Params(knobs.depth, limit_of(knobs.max_admit)),
+        AheadParams(knobs.depth, limit_of(knobs.max_admit)),
         init,
         decide,
         reads_signals=knobs.depth > 0,
