@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 from omegaconf import DictConfig, OmegaConf
 from polars import selectors
 
 from experiments.cli import cells_of
-from experiments.files import Run, read_run, write_parquet
+from experiments.files import read_run, write_parquet
 from experiments.identity import UNSIZED, asked, sources
 from experiments.table import SECTION, format_table
 from policies.registry import POLICIES
@@ -45,36 +46,37 @@ def is_done(directory: Path, identity: str) -> bool:
     return found is not None and found.manifest.get("identity") == identity
 
 
-def collect(sweep: Path, grid: str | None = None) -> tuple[pl.DataFrame, list[str]]:
-    """The cells of a grid, and other runs that lie whole in its directory, as one table; empty if there are none.
+class Collected(NamedTuple):
+    """Runs as one table, with every value of their summaries, and in `run` the directory of each.
 
-    Cells that failed are left out, and results of other code than this.
+    `swept` names the columns that were added: one for each key that differs and that no other column shows.
+    """
+
+    table: pl.DataFrame
+    swept: list[str]
+    num_stale: int  # runs left out, for other code than this made them
+
+
+def collect(sweep: Path, grid: str | None = None) -> Collected:
+    """The cells of a grid that did not fail, and other runs that lie whole in its directory.
 
     Args:
         sweep: directory of a multirun.
         grid: whose cells to look for at any depth; other runs lie directly in `sweep`.
-
-    Returns:
-        The table, with every value of the summaries and in `run` the directory of each, and the names of the columns
-        that were added to it: one for each key that was swept and that no other column shows.
     """
     cells = cells_of(sweep)
     failed = {directory for directory, cell in cells.items() if cell["error"] is not None}
     own = {directory for directory, cell in cells.items() if cell["grid"] == grid}
     beside = {path for path in sweep.iterdir() if path.is_dir() and not path.name.startswith(".")}
-    runs: list[Run] = []
-    places: list[str] = []
-    for directory in sorted(({sweep} | beside | own) - failed):
-        found = read_run(directory)
-        if found is not None and found.manifest.get("sources") == sources():
-            runs.append(found)
-            places.append(str(directory.relative_to(sweep)))
-    swept = _swept([found.manifest for found in runs])
+    found = {directory: read_run(directory) for directory in sorted(({sweep} | beside | own) - failed)}
+    whole = {directory: run for directory, run in found.items() if run is not None}
+    runs = {directory: run for directory, run in whole.items() if run.manifest.get("sources") == sources()}
+    swept = _swept([run.manifest for run in runs.values()])
     rows = [
-        found.summary | {"run": place} | {key: column[row] for key, column in swept.items()}
-        for row, (found, place) in enumerate(zip(runs, places, strict=True))
+        run.summary | {"run": str(directory.relative_to(sweep))} | {key: column[row] for key, column in swept.items()}
+        for row, (directory, run) in enumerate(runs.items())
     ]
-    return table_of(rows, list(swept)), list(swept)
+    return Collected(table_of(rows, list(swept)), list(swept), len(whole) - len(runs))
 
 
 def table_of(summaries: Iterable[Mapping[str, Any]], swept: Sequence[str] = ()) -> pl.DataFrame:
@@ -91,7 +93,9 @@ def table_of(summaries: Iterable[Mapping[str, Any]], swept: Sequence[str] = ()) 
 
 def finish(sweep: Path, grid: str) -> None:
     """Write `sweep.parquet` of all cells that are done, and print it as a table."""
-    table, swept = collect(sweep, grid)
+    table, swept, num_stale = collect(sweep, grid)
+    if num_stale:
+        print(f"{shown(sweep)}: left out of the table, as made by other code than this: {num_stale}", file=sys.stderr)
     if table.is_empty():
         return
     write_table(table, sweep / "sweep.parquet")
@@ -106,8 +110,11 @@ def shown(path: Path) -> str:
 def write_table(table: pl.DataFrame, path: Path) -> None:
     """Write a Parquet file that is there whole or not at all."""
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
-    write_parquet(table, partial)
-    partial.replace(path)
+    try:
+        write_parquet(table, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _swept(manifests: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -142,6 +142,15 @@ def test_the_table_holds_this_grid_and_runs_that_lie_beside_it_whole(runs):
     assert rows["run"].to_list()[1:] == ["mine", "far/away", "python"]
 
 
+def test_runs_of_other_code_are_left_out_and_counted():
+    sweep("policy=lru", "cache.slots_per_layer=4")
+    (manifest,) = Path("grid").rglob("manifest.json")
+    manifest.write_text(manifest.read_text().replace('"sources": "', '"sources": "0'))
+    finished = sweep("policy=lru", "cache.slots_per_layer=8")
+    assert table()["slots_per_layer"].to_list() == [8]
+    assert "grid: left out of the table, as made by other code than this: 1\n" in finished.err
+
+
 def test_cells_that_share_a_directory_do_not_replace_each_other(runs):
     finished = sweep("policy=lru", "cache.slots_per_layer=4,8", "hydra.sweep.subdir=one", code=1)
     assert "holds a run with another cache.slots_per_layer" in finished.err
@@ -266,6 +275,18 @@ def test_a_table_fits_80_columns():
 )
 def test_the_caption_says_where_numbers_come_from(change, words):
     assert words in " ".join(format_table(table_of([ROW | change])).split())
+
+
+def test_a_table_that_cannot_be_written_leaves_nothing(monkeypatch):
+    def refuse(path, target):
+        raise OSError(28, "No space left on device", str(path))
+
+    sweep("policy=lru", "cache.slots_per_layer=4")
+    shutil.move("grid/sweep.parquet", "before.parquet")
+    monkeypatch.setattr(Path, "replace", refuse)
+    finished = sweep("policy=lru", "cache.slots_per_layer=4", code=2)
+    assert "No space left on device" in finished.err
+    assert not list(Path("grid").glob("*sweep.parquet*"))
 
 
 def test_a_damaged_result_is_made_again():
