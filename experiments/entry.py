@@ -8,25 +8,25 @@ from importlib import import_module
 from experiments.terminal import INTERRUPTED, mend_streams
 
 
-def simulate() -> None:
+def simulate() -> int | None:
     """Entry point of `oled-simulate`."""
-    _start("oled-simulate", "experiments.simulate")
+    return _start("oled-simulate", "experiments.simulate")
 
 
-def trace() -> None:
+def trace() -> int | None:
     """Entry point of `oled-trace`."""
-    _start("oled-trace", "experiments.trace")
+    return _start("oled-trace", "experiments.trace")
 
 
-def generate() -> None:
+def generate() -> int | None:
     """Entry point of `oled-generate`."""
-    _start("oled-generate", "experiments.generate")
+    return _start("oled-generate", "experiments.generate")
 
 
-def _start(program: str, module: str) -> None:
+def _start(program: str, module: str) -> int | None:
     mend_streams()
     try:
-        import_module(module).main()
+        return import_module(module).main()
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None

@@ -38,3 +38,9 @@ def test_an_interrupt_is_one_line(name, when, monkeypatch, capsys):
         getattr(entry, function)()
     assert end.value.code == 130
     assert capsys.readouterr() == ("", f"{name}: interrupted\n")
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_an_exit_code_is_passed_on(name, monkeypatch):
+    monkeypatch.setattr(entry, "import_module", lambda module: SimpleNamespace(main=lambda: 2))
+    assert getattr(entry, OURS[name].partition(":")[2])() == 2
