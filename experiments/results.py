@@ -33,6 +33,7 @@ class ForwardTable:
         self._frames: list[pl.DataFrame] = []
         nothing = np.zeros((num_layers, num_experts), bool)
         self._last = nothing, nothing  # transfers that were kept, and all, of each layer's last execution
+        self._capacity = np.empty((0, num_layers), np.int64)  # of each layer in the last forward, once there is one
         self._hash = DecisionHash()
 
     def add(self, chunk: LogChunk) -> None:
@@ -104,7 +105,14 @@ class ForwardTable:
             "policy_ns": np.full(len(slots), self._policy_ns),
             **{name: scalars[name].astype(np.int64) for name in PREFETCH_COUNTS},
         }
-        return {name: values.reshape(-1, self._num_layers).sum(axis=1) for name, values in columns.items()}
+        sums = {name: values.reshape(-1, self._num_layers).sum(axis=1) for name, values in columns.items()}
+        return sums | {"slots_moved": self._moved(scalars["capacity"].reshape(-1, self._num_layers))}
+
+    def _moved(self, capacity: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Slots that other layers have than in the forward before, for each forward; capacity is [forwards, L]."""
+        before = np.concatenate([self._capacity if len(self._capacity) else capacity[:1], capacity[:-1]])
+        self._capacity = capacity[-1:].astype(np.int64)
+        return np.abs(capacity - before).sum(axis=1) // 2
 
     def _effective(self, layers: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each row: how many of the layer's previous transfers were kept and are activated now, and of how many."""

@@ -12,6 +12,7 @@ import polars as pl
 from tqdm import tqdm
 
 from experiments import metrics
+from experiments.acted import idle_mechanisms
 from experiments.calibration import context_of
 from experiments.errors import ConfigError
 from experiments.files import RunFiles
@@ -234,7 +235,7 @@ def _summary(
         "expert_bytes": costs.expert_bytes,
         "gpu_expert_bytes": (num_slots + staging_slots) * costs.expert_bytes,
         "decision_hash": table.decision_hash,
-        "warnings": list(policy.warnings),
+        "warnings": [*policy.warnings, *idle_mechanisms(policy, forwards)],
         **metrics.measure(forwards, costs.expert_bytes),
     }
     return {name: values[name] for name in COLUMNS} | values

@@ -1,0 +1,35 @@
+"""What a policy was to do and never did: enabled is not yet effective."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from policies.contract import Policy
+
+_UNSPLIT = ("h2d", "cpu")  # paths of misses with one side
+
+
+def idle_mechanisms(policy: Policy, forwards: pl.DataFrame) -> list[str]:
+    """One line for each mechanism of a policy that did nothing in a whole run, warm-up included.
+
+    Prefetching is idle if nothing was issued or nothing landed; a split of misses, if all misses of decode forwards
+    were served on one side; sizing by layer, if no slot ever moved.
+
+    Args:
+        policy: that ran.
+        forwards: its table, as `ForwardTable` makes it.
+    """
+    idle = []
+    issued, landed = forwards["prefetch_issued"].sum(), forwards["prefetch_landed"].sum()
+    if policy.prefetches and not landed:
+        idle.append(
+            f"of {issued} prefetches none landed" if issued else "prefetching is on, and nothing was prefetched"
+        )
+    decode = forwards.filter(pl.col("kind") != "prefill")
+    copied, on_cpu = decode["num_transfers"].sum(), decode["num_on_cpu"].sum()
+    if policy.misses not in _UNSPLIT and copied + on_cpu and not (copied and on_cpu):
+        side = "were copied" if copied else "ran on the CPU"
+        idle.append(f"misses={policy.misses} never split: all {copied + on_cpu} misses of decode forwards {side}")
+    if policy.resizes and not forwards["slots_moved"].sum():
+        idle.append("slots follow use, and none ever moved between layers")
+    return idle
