@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, asdict, dataclass, field, fields, make_dataclass
@@ -11,8 +12,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from experiments import decision_log
 from experiments.errors import ConfigError
+from experiments.policy import FROM_FILE, heeded
 from experiments.profiles import load_profile, profile_from_dict, shape_from_dict
+from policies.custom import installed
 from policies.profile import HardwareProfile
 from policies.registry import POLICIES
 from tracer.schema import ModelShape
@@ -64,13 +68,25 @@ class Simulate:
     output: Output = field(default_factory=Output)
 
 
-def register() -> None:
-    """Put the schemas where Hydra finds them; the YAML files in conf/ only choose values."""
+def register(arguments: Sequence[str] = ()) -> None:
+    """Put the schemas where Hydra finds them; the YAML files in conf/ only choose values.
+
+    Args:
+        arguments: the command line. Where it chooses policies with a `path` beside others, all have the keys
+            `path` and `knobs`, as one command line sets them for all cells of a grid; others heed neither.
+    """
     store = ConfigStore.instance()
     store.store(name="simulate_schema", node=Simulate)
     store.store(group="shape", name="trace", node={})
-    for name, module in POLICIES.items():
-        store.store(group="policy", name=name, node=_policy_class(name, module.Knobs))
+    chosen = {name for text in arguments if text.startswith("policy=") for name in re.findall(r"[\w.-]+", text[7:])}
+    for name, module in {**POLICIES, "log": decision_log}.items():
+        node = OmegaConf.structured(_policy_class(name, module.Knobs, is_beside=not chosen.isdisjoint(FROM_FILE)))
+        store.store(group="policy", name=name, node=_open(node))
+    for name in installed().keys() - POLICIES.keys() - set(FROM_FILE):
+        store.store(group="policy", name=name, node=_open(OmegaConf.create({"name": name, "path": None, "knobs": {}})))
+    store.store(
+        group="policy", name="custom", node=_open(OmegaConf.create({"name": None, "path": MISSING, "knobs": {}}))
+    )
 
 
 def policy_of(config: DictConfig, choice: str) -> tuple[str, dict[str, Any]]:
@@ -83,11 +99,13 @@ def policy_of(config: DictConfig, choice: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ConfigError: the name is that of another policy.
     """
-    knobs: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
+    knobs = heeded(OmegaConf.to_container(config, throw_on_missing=True))  # type: ignore[arg-type]
+    if choice == "custom":
+        return choice, knobs
     name = knobs.pop("name")
     if name != choice:
         raise ConfigError(f"policy.name is {name!r} with the knobs of {choice}; a policy is chosen by policy={name}")
-    return name, knobs
+    return name, knobs["knobs"] if choice in installed() else knobs
 
 
 def hardware_of(config: DictConfig, overrides: Sequence[str]) -> HardwareProfile:
@@ -127,8 +145,18 @@ def shape_of(config: DictConfig) -> ModelShape | Literal["trace"]:
     return shape_from_dict(values, "shape") if values else "trace"
 
 
-def _policy_class(name: str, knobs: type) -> type:
+def _policy_class(name: str, knobs: type, is_beside: bool) -> type:
     """A schema with the knobs of a policy: mutable, because Hydra cannot override keys of a frozen dataclass."""
     hints = get_type_hints(knobs)
     entries = [(entry.name, hints[entry.name], _default(entry)) for entry in fields(knobs)]
-    return make_dataclass(f"policy={name}", [("name", str, name), *entries])
+    beside = [("path", Any, None), ("knobs", dict[str, Any], field(default_factory=dict))] if is_beside else []
+    own = {entry.name for entry in fields(knobs)}
+    beside = [entry for entry in beside if entry[0] not in own]
+    return make_dataclass(f"policy={name}", [("name", str, name), *entries, *beside])
+
+
+def _open(node: DictConfig) -> DictConfig:
+    """The node, to whose `knobs` any key can be added."""
+    if "knobs" in node:
+        node.knobs._set_flag("struct", False)
+    return node

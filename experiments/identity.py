@@ -7,13 +7,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from experiments import decision_log
 from experiments.errors import ConfigError
+from experiments.policy import contents_of, heeded
 from policies.jit import source_hash
 from policies.registry import POLICIES
 
 PACKAGES = ("experiments", "policies", "simulator", "tracer")
 # these ignore the cache size: runs that differ only in it are the same
-UNSIZED = tuple(name for name, module in POLICIES.items() if not getattr(module, "SIZED", True))
+UNSIZED = tuple(
+    name for name, module in {**POLICIES, "log": decision_log}.items() if not getattr(module, "SIZED", True)
+)
 _PLACE = ("dir", "overwrite")  # keys of `output` that say where results go, not what they are
 
 
@@ -25,6 +29,8 @@ def asked(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = {key: value for key, value in config.items() if key != "hydra"}
     values["output"] = {key: value for key, value in values.get("output", {}).items() if key not in _PLACE}
+    if "policy" in values:
+        values["policy"] = heeded(values["policy"])
     if values.get("policy", {}).get("name") in UNSIZED:
         values.pop("cache", None)
     try:
@@ -39,8 +45,12 @@ def identity(config: Mapping[str, Any], *contents: str) -> str:
     Args:
         config: what was asked for.
         contents: hashes of what it only names: of the trace, the machine, and what policies learn beforehand.
+
+    Raises:
+        PolicyError: the file of the user's policy cannot be read.
     """
-    parts = [asked(config), *contents, sources()]
+    own = asked(config)
+    parts = [own, *contents, contents_of(own.get("policy", {})), sources()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.identity import asked, identity, sources
+from experiments.policy import file_hash
 from experiments.profiles import profile_hash
 from policies.contract import Policy
 from policies.profile import HardwareProfile
@@ -40,7 +41,15 @@ def manifest(
         "config": asked(config),
         "overrides": list(overrides),
         "seed": seed,
-        "policy": {"name": policy.name, "variant": policy.variant, "misses": policy.misses, "pool": policy.pool},
+        "policy": {
+            "name": policy.name,
+            "variant": policy.variant,
+            "misses": policy.misses,
+            "pool": policy.pool,
+            "file": {"path": str(Path(policy.file).absolute()), "sha256": file_hash(policy.file)}
+            if policy.file
+            else None,
+        },
         "calibration": calibration,
         "trace": {
             "name": reader.path.stem,

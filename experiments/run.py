@@ -14,14 +14,16 @@ from tqdm import tqdm
 from experiments import metrics
 from experiments.acted import idle_mechanisms
 from experiments.calibration import context_of
+from experiments.decision_log import Comparison
 from experiments.errors import ConfigError
 from experiments.files import RunFiles
 from experiments.manifest import manifest
+from experiments.policy import OwnPolicy, is_own, name_of
+from experiments.policy import built as built_policy
 from experiments.profiles import changes_of, find_profile, find_shape, profile_hash
 from experiments.results import ForwardTable
 from policies.contract import Policy, PolicyError
 from policies.profile import Costs, HardwareProfile, estimates_of
-from policies.registry import build_policy
 from simulator.des import simulate as simulate_events
 from tracer.files import metadata_hash
 from tracer.records import make_record
@@ -70,7 +72,6 @@ class Result:
 class _Plain:
     """The arguments of `simulate` that are plain values, by which they are checked."""
 
-    policy: str
     slots_per_layer: int
     knobs: dict[str, Any] | None
     expert_dtype: str | None
@@ -87,7 +88,7 @@ class _Plain:
 
 def simulate(
     trace: str | Path | TraceReader,
-    policy: str = "oled",
+    policy: str | OwnPolicy = "oled",
     slots_per_layer: int = 40,
     hardware: str | Path | HardwareProfile = "rtx5090",
     *,
@@ -109,7 +110,7 @@ def simulate(
 
     Args:
         trace: name of a shipped trace, a path, or a reader.
-        policy: a registered name.
+        policy: a registered name; `custom` or `log` with the knob `path`; or a subclass of PlainPolicy, or an object.
         slots_per_layer: expert slots on the GPU for each MoE layer, 1 to the number of experts.
         hardware: name of a shipped profile, path of a YAML file, or a profile.
         knobs: parameters of the policy that differ from its defaults.
@@ -138,27 +139,36 @@ def simulate(
     for name, value, kinds in (("trace", trace, (str, Path, TraceReader)), ("output", output, (str, Path, type(None)))):
         if not isinstance(value, kinds):
             raise ConfigError(f"simulate: {name} is {value!r}, must be a path")
+    if not isinstance(policy, str) and not is_own(policy):
+        raise ConfigError(
+            f"simulate: policy is {policy!r}, must be text, or a subclass of PlainPolicy or an object of one"
+        )
+    name = name_of(policy)
     reader = trace if isinstance(trace, TraceReader) else TraceReader(find_trace(str(trace)))
     profile = find_profile(hardware)
     traced = reader.metadata.shape
     charged = find_shape(shape, traced)
     _check_sizes(given.slots_per_layer, traced, given.warmup_requests, reader, given.expert_dtype)
     expert_bytes = charged.expert_bytes(given.expert_dtype)
-    costs = profile.costs(charged, expert_bytes, given.policy)
+    costs = profile.costs(charged, expert_bytes, name)
     context, calibration_name = context_of(reader, given.warmup_requests, given.calibration, given.seed)
-    built = build_policy(given.policy, dict(given.knobs or {}), context)
+    built = built_policy(policy, given.knobs, context)
     staging = 2 * costs.transfer_chunk if given.staging_slots is None else given.staging_slots
     slots = given.slots_per_layer * traced.num_layers
     passes = reader.passes(signals=built.reads_signals and reader.has_signals)
     chunks = simulate_events(passes, built, traced, slots, costs, estimates_of(costs), staging_slots=staging)
+    compared = Comparison(built)
     table = ForwardTable(
         traced.num_layers, traced.num_experts, given.warmup_requests, costs.policy_ns, built.pool == "global"
     )
+    knobs_given: dict[str, Any] = given.knobs or {}
+    if not isinstance(policy, str):
+        knobs_given = {"knobs": knobs_given, "variant": built.variant}
     config = given.config
     if config is None:
         config = {
             "trace": str(reader.path),
-            "policy": {"name": given.policy, **(given.knobs or {})},
+            "policy": {"name": name, **knobs_given},
             "hardware": asdict(profile),
             "shape": shape if isinstance(shape, str) else asdict(shape),
             "cache": {"slots_per_layer": given.slots_per_layer},
@@ -170,15 +180,15 @@ def simulate(
             "output": {"per_layer": given.per_layer},
         }
     run_manifest = manifest(reader, profile, built, config, given.overrides, given.seed, calibration_name)
-    bar = tqdm(
-        total=reader.num_passes, desc=given.policy, unit="forward", disable=not (given.progress and sys.stderr.isatty())
-    )
+    bar = tqdm(total=reader.num_passes, desc=name, unit="forward", disable=not (given.progress and sys.stderr.isatty()))
     with RunFiles(output, run_manifest["config"], given.overwrite) as files, bar:
         for chunk in chunks:
             table.add(chunk)
+            compared.add(chunk)
             files.add(chunk)
             bar.update(len(chunk.forwards))
         summary = _summary(table, built, reader, profile, costs, charged, given.warmup_requests, staging)
+        summary["warnings"] += compared.warnings
         result = Result(summary, table.frame(), run_manifest)
         files.finish(result.summary, result.manifest, result.forwards, given.per_layer)
     return result

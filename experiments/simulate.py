@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tracer.store import TraceReader
 
 def main() -> None:
     """Entry point of the command."""
-    schema.register()
+    schema.register(sys.argv[1:])
     hydra_command("oled-simulate", "simulate", run, sweep.finish)
 
 

@@ -17,6 +17,7 @@ from polars import selectors
 from experiments.cli import cells_of
 from experiments.files import read_run, write_parquet
 from experiments.identity import UNSIZED, asked, sources
+from experiments.policy import label
 from experiments.table import SECTION, format_table
 from policies.registry import POLICIES
 
@@ -30,7 +31,7 @@ def cell_name(root: DictConfig) -> str:
     A cell that is run again meets its own result; sizes that a policy ignores share one directory.
     """
     config = asked(OmegaConf.to_container(root))  # type: ignore[arg-type]
-    policy = str(config["policy"]["name"])
+    policy = label(config["policy"])
     size = [] if policy in UNSIZED else [str(config["cache"]["slots_per_layer"])]
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:10]
     return "-".join([policy, *size, digest])

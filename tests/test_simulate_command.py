@@ -172,7 +172,7 @@ def refused(*arguments):
         ("cache.slots_per_layer=0", ["slots_per_layer is 0", "1 to 16"]),
         ("cache.slots_per_layer=17", ["slots_per_layer is 17", "1 to 16"]),
         ("cache.slot_per_layer=8", ["cache.slot_per_layer", "did you mean slots_per_layer?"]),
-        ("policy=lruu", ["policy=lruu", "did you mean lru?", ", ".join(sorted(POLICIES))]),
+        ("policy=lruu", ["policy=lruu", "did you mean lru?", ", ".join(sorted([*POLICIES, "custom", "log"]))]),
         ("policy.lru_ordr=id", ["policy.lru_ordr", "did you mean lru_order?", "misses"]),
         ("policy.lru_order=idd", ["lru_order 'idd'", "hits_first, misses_first, id, gate"]),
         ("policy.name=oled", ["policy.name is 'oled'", "knobs of lru", "policy=oled"]),
