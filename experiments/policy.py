@@ -85,6 +85,11 @@ def contents_of(config: Mapping[str, Any]) -> str:
     return f"{point.value} {point.dist.version if point.dist else ''}" if point else ""
 
 
+def has_changed(file: Mapping[str, str] | None) -> bool:
+    """Whether a file holds something else than when a manifest noted it; one that has gone is not held against a run."""
+    return file is not None and Path(file["path"]).is_file() and file_hash(file["path"]) != file["sha256"]
+
+
 def file_hash(path: str) -> str:
     """SHA-256 of a file.
 

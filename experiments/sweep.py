@@ -17,7 +17,7 @@ from polars import selectors
 from experiments.cli import cells_of
 from experiments.files import read_run, write_parquet
 from experiments.identity import UNSIZED, asked, sources
-from experiments.policy import label
+from experiments.policy import has_changed, label
 from experiments.table import SECTION, format_table
 from policies.registry import POLICIES
 
@@ -71,13 +71,18 @@ def collect(sweep: Path, grid: str | None = None) -> Collected:
     beside = {path for path in sweep.iterdir() if path.is_dir() and not path.name.startswith(".")}
     found = {directory: read_run(directory) for directory in sorted(({sweep} | beside | own) - failed)}
     whole = {directory: run for directory, run in found.items() if run is not None}
-    runs = {directory: run for directory, run in whole.items() if run.manifest.get("sources") == sources()}
+    runs = {directory: run for directory, run in whole.items() if _is_current(run.manifest)}
     swept = _swept([run.manifest for run in runs.values()])
     rows = [
         run.summary | {"run": str(directory.relative_to(sweep))} | {key: column[row] for key, column in swept.items()}
         for row, (directory, run) in enumerate(runs.items())
     ]
     return Collected(table_of(rows, list(swept)), list(swept), len(whole) - len(runs))
+
+
+def _is_current(manifest: Mapping[str, Any]) -> bool:
+    """Whether a run was made by the code that is here now, ours and that of the user's policy."""
+    return manifest.get("sources") == sources() and not has_changed(manifest.get("policy", {}).get("file"))
 
 
 def table_of(summaries: Iterable[Mapping[str, Any]], swept: Sequence[str] = ()) -> pl.DataFrame:

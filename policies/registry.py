@@ -79,7 +79,7 @@ def require_own_name(name: str) -> None:
     Raises:
         PolicyError: with the names that are taken.
     """
-    if name in POLICIES:
+    if name in (*POLICIES, "custom", "log"):
         raise PolicyError(f"a class {name} would pass for the policy of that name; it must have another")
 
 
