@@ -23,23 +23,22 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
 
 
 class Readings(NamedTuple):
-    """Confidence at the gates of every forward of a run; without any, that of the Step counts."""
+    """Confidence at the gates of every forward of a run."""
 
     values: NDArray[np.float64]  # [N] tokens of all forwards
-    offsets: NDArray[np.int64]  # [F + 1], [0] without readings
-
-
-NO_READINGS = Readings(_read_only(np.empty(0)), _read_only(np.zeros(1, np.int64)))
+    offsets: NDArray[np.int64]  # [F + 1]
 
 
 @jit
 def confidence_at(readings, step):
-    """Confidence of each token at the gate of a step, [T].
+    """Confidence of each token at the gate of a step, [T]: that of the Step where there are no readings.
+
+    Of None numba leaves out all that is behind it; arrays that nobody reads would cost time at every gate.
 
     Raises:
         PolicyError: there are readings, but of another trace.
     """
-    if readings.offsets.size == 1:
+    if readings is None:
         return step.confidence
     if step.forward + 1 >= readings.offsets.size:
         raise PolicyError("the confidences were read from a shorter trace than the run has")

@@ -69,8 +69,7 @@ class DispatchParams(NamedTuple):
     max_swaps: int
     tcomp_sum: bool
     t_gpu_ns: int
-    allow_move: bool
-    drift: int
+    drift: int  # 0: only one for one
     rho_round: int  # index into RHO_ROUNDS
 
 
@@ -82,8 +81,7 @@ def dispatch_params(knobs: DispatchKnobs) -> DispatchParams:
         max_swaps=int(knobs.max_swaps),
         tcomp_sum=knobs.tcomp == "sum",
         t_gpu_ns=int(knobs.t_gpu_ns),
-        allow_move=bool(knobs.allow_move),
-        drift=int(knobs.drift),
+        drift=int(knobs.drift) if knobs.allow_move else 0,
         rho_round=RHO_ROUNDS.index(knobs.rho_round),
     )
 
@@ -204,7 +202,7 @@ def _refine(params, worth, ids, on_gpu, num_gpu, priority, load, estimates):
         if not on_gpu[entry]:
             cpu_ns += cost_ns[entry]
     num_copies = num_gpu
-    alone = 1 if params.allow_move else 0
+    alone = 1 if params.drift > 0 else 0
     lowest = np.empty(most + 1, np.int64)
     leaving = np.empty(most + 2, np.int64)
     for _ in range(params.max_swaps):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from policies import lru, oled_rules
-from policies.confidence import CONF_DECODED, NO_READINGS, read_all
+from policies.confidence import CONF_DECODED, read_all
 from policies.contract import Context, Estimates, Policy, PolicyError
 from policies.dispatch import DispatchKnobs, dispatch_params, pooled_load
 from policies.driver import drive
@@ -155,7 +155,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
     signal = SIGNALS.index(knobs.priority_signal) if knobs.priority else ORDER
     load = pooled_load(context.calibration) if knobs.coop and knobs.nbar == "calibration" else (1, 1)
     joining = ("missed" if knobs.nbar == "missed" else "activated") if knobs.nbar_online else "fixed"
-    readings = NO_READINGS
+    readings = None
     if knobs.reads_trace:
         readings = read_all(
             context.passes,

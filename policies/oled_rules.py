@@ -37,7 +37,7 @@ class Params(NamedTuple):
     coop: bool
     dispatch: DispatchParams
     joining: int  # index into JOINING: which experts of the run join n bar's average
-    readings: Readings
+    readings: Readings | None
     ema: float  # 0: the mean of the last forwards
     c_min: int
     resize_every: int

@@ -3,7 +3,7 @@ import pytest
 from reference import pass_of, shape_of
 from strategies import random_passes
 
-from policies.confidence import NO_READINGS, confidence_at, read_all
+from policies.confidence import confidence_at, read_all
 from policies.contract import PolicyError
 from policies.steps import Steps, step_at
 
@@ -74,7 +74,7 @@ def test_plain_readings_are_those_of_the_steps():
     for pass_ in passes:
         step = step_at(steps.read(pass_), 0)
         assert (confidence_at(found, step) == step.confidence).all()
-        assert (confidence_at(NO_READINGS, step) == step.confidence).all()
+        assert (confidence_at(None, step) == step.confidence).all()
 
 
 def test_another_trace_is_refused():
