@@ -250,7 +250,7 @@ def test_renaming_experts_renames_the_plans_where_nothing_ties(name, knobs, seed
         assert set(new[np.flatnonzero(one.plan.retained)]) == set(np.flatnonzero(two.plan.retained))
 
 
-@pytest.mark.parametrize("name", ["ideal_min", "ideal_free"])
+@pytest.mark.parametrize("name", ["ideal_min", "ideal_min_global", "ideal_free"])
 def test_renaming_experts_leaves_the_hits_of_bounds(name):
     rng = np.random.default_rng(9)
     shape, passes = random_passes(rng)
