@@ -23,6 +23,11 @@ def generate() -> int | None:
     return _start("oled-generate", "experiments.generate")
 
 
+def check_policy() -> int | None:
+    """Entry point of `oled-check-policy`."""
+    return _start("oled-check-policy", "experiments.check_policy")
+
+
 def _start(program: str, module: str) -> int | None:
     mend_streams()
     try:

@@ -229,7 +229,7 @@ def _decide(params: _Params, state: _State, step: Step, view: View) -> Plan:
         raise PlanError(f"{error}; planned by decide in {where}") from error
     if len(answer.prefetches) and not own.prefetches:
         raise PlanError(f"{place_of(step)}: {where}: the plan prefetches; the class must say prefetches = True")
-    _copy_score(state, where)
+    _copy_score(state, f"{place_of(step)}: {where}")
     return answer._replace(retained=answer.retained.copy())  # may be the view itself, which changes
 
 
@@ -237,11 +237,13 @@ def _boundary(params: _Params, state: _State, end: End, view: View) -> tuple[NDA
     code, where = params.code, params.code.at("after_forward")
     with code.told("after_forward", end):
         answer = state.own.after_forward(end, view)
-    _copy_score(state, where)
+    _copy_score(state, f"{place_of(end)}: {where}")
     if answer is None:
         return view.capacity, np.zeros_like(view.resident)
     if not (isinstance(answer, tuple) and len(answer) == 2):
-        raise PolicyError(f"{where}: after_forward gave {type(answer).__name__}, must be None or (capacity, evictions)")
+        raise PlanError(
+            f"{place_of(end)}: {where}: after_forward gave {type(answer).__name__}, must be None or (capacity, evictions)"
+        )
     try:
         check_boundary(*answer, end, view)
     except PlanError as error:
@@ -254,7 +256,7 @@ def _copy_score(state: _State, where: str) -> None:
         return
     score = state.own.score
     if not isinstance(score, np.ndarray) or score.shape != state.score.shape or np.isnan(score).any():
-        raise PolicyError(
+        raise PlanError(
             f"{where}: prefetches = True needs self.score, an array of {state.score.shape} without nan, set by start; "
             f"found {type(score).__name__}{f' of {score.shape}' if isinstance(score, np.ndarray) else ''}"
         )
