@@ -12,13 +12,14 @@ _BASE = 1 << _BITS
 
 @jit
 def descending(keys):
-    """Indices of the keys, int64, highest key first and equal ones in their order.
+    """Indices of the keys, int32, highest key first and equal ones in their order.
 
     Args:
         keys: [N] int64, at least 0.
     """
-    order = np.arange(keys.size)
-    other = np.empty(keys.size, np.int64)
+    order, other = np.empty(keys.size, np.int32), np.empty(keys.size, np.int32)
+    for index in range(keys.size):
+        order[index] = index
     top = 0
     for key in keys:
         top = max(top, key)

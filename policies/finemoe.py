@@ -14,7 +14,7 @@ from policies.jit import jit
 from policies.knobs import limit_of, require_choice, require_limit
 from policies.map_learning import learn
 from policies.map_prediction import POOLINGS, predict
-from policies.map_search import Queries, directions, no_queries, read_layer, similar_sketch, similar_trajectory
+from policies.map_search import Queries, directions, no_queries, search_trajectories, similar_sketch
 from policies.pool_retention import capacity_of, require_pool, retain
 from policies.retention import by_priority, ids_of, missed_of, nobody_resident
 from tracer.schema import NUM_SCORES, ForwardKind, ModelShape
@@ -136,8 +136,6 @@ def _search(params, state, step, view):
     first = min(layer + params.depth, num_layers)  # layers that the trajectory predicts
     end = num_layers if params.all_later else min(first + 1, num_layers)
     nearer = first if layer == 0 else 1  # the semantic search predicts layers from 1 up to this
-    if params.learns or first < end:
-        read_layer(params.distribution, store, queries, step, params.of_mean)
     num_queries = 1 if params.of_mean else step.expert_ids.shape[0]
     entries, similarities = np.empty(num_queries, np.int64), np.empty(num_queries, np.float64)
     start = 1 if layer == 0 else first
@@ -149,9 +147,9 @@ def _search(params, state, step, view):
             found = similar_sketch(store, sketches, query, cosines, found)
             entries[query], similarities[query] = found
         predict(params, state, view, layer, (1, nearer), entries, similarities, wanted[: nearer - 1])
+    if params.learns or first < end:
+        search_trajectories(params.distribution, store, queries, step, params.of_mean, entries, similarities)
     if first < end and store.size[0] > 0:
-        for query in range(num_queries):
-            entries[query], similarities[query] = similar_trajectory(store, queries, query, layer)
         predict(params, state, view, layer, (first, end), entries, similarities, wanted)
     if params.learns and layer == num_layers - 1:
         sketches = directions(step, params.of_block, False)

@@ -70,10 +70,12 @@ def follow(store, layer, ids, levels, factor, products):
 def compare_sketches(store, sketch, cosines):
     """Cosines, [M], of a sketch of length 1, [16], with those of all maps."""
     cosines[:] = 0.0
-    for place in range(sketch.size):
-        row, factor = store.sketches[place], sketch[place]
+    for place in range(0, sketch.size, 4):
+        first, second = store.sketches[place], store.sketches[place + 1]
+        third, fourth = store.sketches[place + 2], store.sketches[place + 3]
+        a, b, c, d = sketch[place], sketch[place + 1], sketch[place + 2], sketch[place + 3]
         for entry in range(cosines.size):
-            cosines[entry] += factor * row[entry]
+            cosines[entry] += (a * first[entry] + b * second[entry]) + (c * third[entry] + d * fourth[entry])
 
 
 @jit
@@ -100,56 +102,59 @@ def highest(values, factors):
 
 
 @jit
-def read_layer(distribution, store, queries, step, of_mean):
-    """Take the layer's scores into the queries of this forward, which begin anew with its first layer.
+def search_trajectories(distribution, store, queries, step, of_mean, entries, similarities):
+    """Take the layer's scores into the queries, and find the maps whose layers up to this one are closest to theirs.
+
+    Queries begin anew with the first layer of each forward.
+
+    Source: FineMoE, section 4.3 (trajectory search).
+    Differs: shares are compared in 255 levels, as compact traces store scores, so that products add up exactly.
 
     Args:
         distribution: of expert_maps.
-        store: MapStore.
+        store: MapStore, not empty; else nothing is found.
         queries: Queries, changed in place.
         step: the layer's Step.
         of_mean: all tokens make one query, of their mean shares.
+        entries: [Q], written.
+        similarities: [Q] cosines with them, written.
 
     Raises:
         PolicyError: more tokens than there is room for.
     """
-    num_tokens = step.expert_ids.shape[0]
+    num_tokens, layer = step.expert_ids.shape[0], step.layer
     if num_tokens > queries.products.shape[0]:
         raise PolicyError("finemoe compares up to 8192 tokens of a forward, and there are more")
     ids, scores = step.signals.score_ids, step.signals.scores
     if distribution == TOPK:
         ids, scores = step.expert_ids, step.gates
-    if step.layer == 0:
-        num_queries = 1 if of_mean else num_tokens
-        queries.products[:num_queries] = 0.0
-        queries.squares[:num_queries] = 0.0
+    if layer == 0:
+        queries.products[: entries.size] = 0.0
+        queries.squares[: entries.size] = 0.0
     weights, levels = np.empty(ids.shape[1], np.float64), np.empty(ids.shape[1], np.int64)
-    mean = np.zeros(step.load.size if of_mean else 0, np.float64)
+    mean = np.zeros(step.load.size, np.float64)
     for token in range(num_tokens):
         weigh(distribution, scores[token], weights)
         num_levels = to_levels(weights, levels)
         if of_mean:
             factor = 1.0 / (num_levels * num_tokens)
-            follow(store, step.layer, ids[token], levels, factor, queries.products[0])
+            follow(store, layer, ids[token], levels, factor, queries.products[0])
             for place in range(levels.size):
                 mean[ids[token, place]] += factor * levels[place]
             continue
-        follow(store, step.layer, ids[token], levels, 1.0 / num_levels, queries.products[token])
+        follow(store, layer, ids[token], levels, 1.0 / num_levels, queries.products[token])
         queries.squares[token] += squared_length(levels, num_levels)
+        entries[token], similarities[token] = _closest(store, queries, token, layer)  # while the products are near
         if queries.ids.shape[0] > 0:
-            queries.ids[token, step.layer] = ids[token]
-            queries.weights[token, step.layer] = weights
-    for share in mean:
-        queries.squares[0] += share * share
+            queries.ids[token, layer] = ids[token]
+            queries.weights[token, layer] = weights
+    if of_mean:
+        queries.squares[0] += (mean * mean).sum()
+        entries[0], similarities[0] = _closest(store, queries, 0, layer)
 
 
 @jit
-def similar_trajectory(store, queries, query, layer):
-    """Map whose layers up to this one are closest to those of a query, and their cosine.
-
-    Source: FineMoE, section 4.3 (trajectory search).
-    Differs: shares are compared in 255 levels, as compact traces store scores, so that products add up exactly.
-    """
+def _closest(store, queries, query, layer):
     size = store.size[0]
     entry, product = highest(queries.products[query, :size], store.reaches[layer, :size])
     return entry, product / np.sqrt(queries.squares[query])

@@ -132,7 +132,7 @@ def predicted(entry, before, first, end, view):
         Prefetches [N, 2] and their priorities [N, 2]; equal ones by layer, then expert.
     """
     num_layers, num_experts = entry.shape
-    cells = np.empty(max(end - first, 0) * num_experts + 1, np.int64)
+    cells = np.empty(max(end - first, 0) * num_experts + 1, np.int32)
     keys = np.empty(cells.size, np.int64)
     size = 0
     for layer in range(first, end):
