@@ -20,7 +20,7 @@ _CERTAIN = 1 - 0.5 / LEVELS  # what a score of 1 counts as where odds are needed
 class MapStore(NamedTuple):
     """Expert maps, one of a token each. M entries, S experts of a layer; what is not among these has share 0."""
 
-    ids: NDArray[np.int16]  # [M, L, S] by share descending, then id
+    ids: NDArray[np.uint16]  # [M, L, S] by share descending, then id
     shares: NDArray[np.float64]  # [M, L, S] each row sums to 1
     columns: NDArray[np.uint8]  # [L, E, M] weights in levels, as the search reads them
     scales: NDArray[np.float64]  # [L, M] one by the sum of the levels; 0 where there is no map
@@ -32,7 +32,7 @@ class MapStore(NamedTuple):
 def empty_store(num_layers: int, num_experts: int, num_known: int, num_entries: int) -> MapStore:
     """Room for so many maps of `num_known` experts a layer."""
     return MapStore(
-        ids=np.zeros((num_entries, num_layers, num_known), np.int16),
+        ids=np.zeros((num_entries, num_layers, num_known), np.uint16),
         shares=np.zeros((num_entries, num_layers, num_known)),
         columns=np.zeros((num_layers, num_experts, num_entries), np.uint8),
         scales=np.zeros((num_layers, num_entries)),
@@ -131,7 +131,7 @@ def squared_length(levels, num_levels):
 
 
 def stored(calibration: Calibration, distribution: int, top_k: int, num_entries: int, num_experts: int) -> MapStore:
-    """A store of the maps of calibration."""
+    """A store of the maps of calibration; where gates are wanted, the k highest scores stand for those chosen."""
     map_ids, map_scores = calibration.map_ids[:num_entries], calibration.map_scores[:num_entries]
     if distribution == TOPK and map_ids.shape[2] > top_k:
         order = np.argsort(-map_scores, axis=2, kind="stable")[:, :, :top_k]

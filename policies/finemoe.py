@@ -23,7 +23,7 @@ STORES = ("offline", "online")
 SEMANTICS = ("token", "block_mean")
 TARGETS = ("paper_l+d", "code_all_later")
 RESETS = ("never", "evict")
-NUM_ENTRIES = 1000
+MOST_ENTRIES = 10_000  # each is searched for every token
 _EMA = 1 / 3
 _PREFILL = int(ForwardKind.PREFILL)
 
@@ -37,7 +37,7 @@ class Knobs:
     first, and every decode token's map enters, so that earlier forwards of the same block are soon among them."""
     depth: int = 3
     """Prefetch distance d in layers (FineMoE, section 6.1)."""
-    fm_entries: int = NUM_ENTRIES
+    fm_entries: int = 1000
     """Maps in the store at most (FineMoE, section 4.4, and its released code)."""
     fm_pool: str = "max"
     """How the tokens of a forward share one prefetch list: the `max` or `sum` of their shares for an expert; or
@@ -73,9 +73,10 @@ class Knobs:
         require_choice("fm_freq_reset", self.fm_freq_reset, RESETS)
         require_pool(self.pool)
         require_limit("max_admit", self.max_admit)
-        for name in ("depth", "fm_entries"):
-            if getattr(self, name) < 1:
-                raise PolicyError(f"{name} is {getattr(self, name)}: must be at least 1")
+        if self.depth < 1:
+            raise PolicyError(f"depth is {self.depth}: must be at least 1")
+        if not 1 <= self.fm_entries <= MOST_ENTRIES:
+            raise PolicyError(f"fm_entries is {self.fm_entries}: allowed are 1 to {MOST_ENTRIES}")
         if not 0 <= self.fm_search_ms <= 1e6:
             raise PolicyError(f"fm_search_ms is {self.fm_search_ms}: must be from 0 to 1e6")
         if self.fm_store == "online" and self.fm_pool == "mean_map":

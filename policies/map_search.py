@@ -20,7 +20,7 @@ class Queries(NamedTuple):
 
     products: NDArray[np.float64]  # [Q, M] with the maps, over the layers so far
     squares: NDArray[np.float64]  # [Q] squared length of its own trajectory
-    ids: NDArray[np.int16]  # [Q, L, S] its own map, which an online store takes up; Q is 0 where there is none
+    ids: NDArray[np.uint16]  # [Q, L, S] its own map, which an online store takes up; Q is 0 where there is none
     weights: NDArray[np.float64]  # [Q, L, S]
 
 
@@ -31,7 +31,7 @@ def no_queries(store: MapStore, learns: bool) -> Queries:
     return Queries(
         products=np.zeros((MOST_TOKENS, num_maps)),
         squares=np.zeros(MOST_TOKENS),
-        ids=np.zeros(own, np.int16),
+        ids=np.zeros(own, np.uint16),
         weights=np.zeros(own),
     )
 

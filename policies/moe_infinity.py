@@ -27,6 +27,7 @@ from tracer.schema import ModelShape
 MODES = ("prefetch", "request_only")
 MATCHES = ("prefix", "full")
 UPDATES = ("online", "frozen")
+MOST_ENTRIES = 10_000  # each is searched at every gate
 PER_EPSILON = 10**8  # epsilon is 1e-8; priorities are whole multiples of it
 
 
@@ -65,8 +66,8 @@ class Knobs:
         require_pool(self.pool)
         for name in ("depth", "max_admit"):
             require_limit(name, getattr(self, name))
-        if self.mi_entries < 1:
-            raise PolicyError(f"mi_entries is {self.mi_entries}: must be at least 1")
+        if not 1 <= self.mi_entries <= MOST_ENTRIES:
+            raise PolicyError(f"mi_entries is {self.mi_entries}: allowed are 1 to {MOST_ENTRIES}")
         if self.mi_mode == "request_only" and (self.mi_protect_predicted or self.depth is not None):
             raise PolicyError("mi_mode=request_only predicts no layers to come: it has no depth, nor what to protect")
 
