@@ -20,13 +20,13 @@ def idle_mechanisms(policy: Policy, forwards: pl.DataFrame) -> list[str]:
         forwards: its table, as `ForwardTable` makes it.
     """
     idle = []
-    issued, landed = forwards["prefetch_issued"].sum(), forwards["prefetch_landed"].sum()
+    issued, landed = (int(forwards[name].sum()) for name in ("prefetch_issued", "prefetch_landed"))
     if policy.prefetches and not landed:
         idle.append(
             f"of {issued} prefetches none landed" if issued else "prefetching is on, and nothing was prefetched"
         )
     decode = forwards.filter(pl.col("kind") != "prefill")
-    copied, on_cpu = decode["num_transfers"].sum(), decode["num_on_cpu"].sum()
+    copied, on_cpu = (int(decode[name].sum()) for name in ("num_transfers", "num_on_cpu"))
     if policy.misses not in _UNSPLIT and copied + on_cpu and not (copied and on_cpu):
         side = "were copied" if copied else "ran on the CPU"
         idle.append(f"misses={policy.misses} never split: all {copied + on_cpu} misses of decode forwards {side}")

@@ -19,12 +19,13 @@ def gates_at(signals, step):
     """
     if signals is None:
         return step.gates
-    gates = np.empty(step.expert_ids.shape, np.float64)
+    num_tokens, top_k = step.expert_ids.shape
+    gates = np.empty((num_tokens, top_k), np.float64)
     found = np.empty(step.load.size, np.float64)
-    for token in range(gates.shape[0]):
+    for token in range(num_tokens):
         for index in range(signals.score_ids.shape[1]):
             found[signals.score_ids[token, index]] = signals.scores[token, index]
-        for k in range(gates.shape[1]):  # the chosen are always among those with a score
+        for k in range(top_k):  # the chosen are always among those with a score
             gates[token, k] = found[step.expert_ids[token, k]]
     return gates
 

@@ -173,13 +173,12 @@ def _signals_of(pass_: Pass) -> ForwardSignals:
     num_layers, num_tokens, _ = pass_.expert_ids.shape
     kept = pass_.signals
     if kept is None:
-        nothing = np.empty((num_layers, num_tokens, 0))
         kept = Signals(
-            score_ids=nothing,
-            scores=nothing,
+            score_ids=np.empty((num_layers, num_tokens, 0), np.int64),
+            scores=np.empty((num_layers, num_tokens, 0)),
             input_norm=np.empty((num_layers, 0)),
             sketch=np.empty((num_tokens, 0)),
-            ahead_ids=np.empty((num_layers, MAX_AHEAD_DEPTH, num_tokens, 0)),
+            ahead_ids=np.empty((num_layers, MAX_AHEAD_DEPTH, num_tokens, 0), np.int64),
         )
     return ForwardSignals(
         _frozen(pass_.token_ids_in, np.int64),
