@@ -12,7 +12,7 @@ from experiments import calibration
 from policies.contract import Context, PolicyError
 from policies.driver import drive
 from policies.registry import build_policy
-from policies.swapmoe import Knobs
+from policies.swapmoe import Knobs, swapped
 from simulator.des import simulate
 from tracer.schema import Signals
 from tracer.shipped import find_trace
@@ -177,6 +177,22 @@ def test_without_norms_it_retains_as_oled_by_gates_does(most):
     assert list(drive(replace(policy, decide=decide), passes, shape, 24, ESTIMATES))
 
 
+def test_free_slots_fill_first_and_the_least_important_leave_one_by_one():
+    importance = np.array([0.3, 0.0, 0.0, 0.3, 0.5, 0.1, 0.9, 0.4])
+    recency = np.array([1, 1, 1, 1, 1, 1, 1, 1])
+    for num_free, entered, left in ((0, [6, 4], [1, 2]), (1, [6, 4, 7], [1, 2]), (9, [6, 4, 7, 5], [])):
+        resident = np.array([1, 1, 1, 1, 0, 0, 0, 0], bool)
+        candidates = ~resident
+        found = swapped(candidates, resident, num_free, 9 if num_free else 2, importance, recency)
+        assert found.tolist() == entered
+        assert set(np.flatnonzero(resident)) == {0, 1, 2, 3, *entered} - set(left)
+    # 7 is above both of 0 and 3, of which 3 has the higher id; 5 is above neither
+    resident = np.array([1, 0, 0, 1, 0, 0, 0, 0], bool)
+    candidates = np.array([0, 0, 0, 0, 0, 1, 0, 1], bool)
+    assert swapped(candidates, resident, 0, 9, importance, recency).tolist() == [7]
+    assert np.flatnonzero(resident).tolist() == [0, 7]
+
+
 def test_norms_weigh_tokens():
     # by gates alone 1 would come for 0; the norm of its token makes it 2
     shape = make_shape(1, 4)
@@ -224,6 +240,16 @@ def test_a_second_copy_runs_beside_the_next_layer():
     assert (first["transfers"], first["retained"], first["end_ns"]) == ([1], [0], 170)
     assert (first["prefetch_issued"], first["prefetch_started"], first["link_busy_ns"]) == (1, 1, 50)
     assert (second["hits"], second["prefetch_landed"], second["link_busy_ns"]) == ([1], 1, 50)
+
+
+def test_a_second_copy_that_is_late_is_promoted():
+    # the second copy takes 270 to 440, the gate of forward 1 is read at 390
+    shape, passes = make_shape(1, 4), [make_pass(0, [[1]]), make_pass(1, [[1]])]
+    policy = built("swapmoe", SECOND_COPY, shape, passes, [make_pass(0, [[0]])])
+    first, second = rows_of(policy, shape, passes, 1, h2d_latency_ns=170)
+    assert (first["retained"], first["end_ns"]) == ([0], 290)
+    assert (second["transfers"], second["num_promoted"], second["prefetch_experts"]) == ([1], 1, [])
+    assert (second["retained"], second["transfer_start_ns"], second["end_ns"]) == ([1], [270], 460)
 
 
 @pytest.mark.parametrize("knobs", [{}, SECOND_COPY])
