@@ -1,0 +1,95 @@
+"""`python -m experiments.bench`: what the parts of this project cost on this machine, in tables to be read and kept."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+
+from experiments.bench_decide import decisions_as_text, measure_decisions
+from experiments.cli import USER_ERRORS, explain
+from experiments.terminal import INTERRUPTED, Ended, ending_as_error, flush, mend_streams
+
+TRACE = "proxy-19x256-signals"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `python -m experiments.bench`; exits with 2 after an error of the user."""
+    mend_streams()
+    options = _parser().parse_args(arguments)
+    try:
+        with ending_as_error():
+            report = {"machine": machine(), **options.run(options)}
+            if options.json is not None:
+                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            print(options.show(report))
+            flush()
+    except KeyboardInterrupt:
+        print("bench: interrupted", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+    except Ended as end:
+        raise SystemExit(end.code) from None
+    except USER_ERRORS as error:
+        print(f"bench: error: {explain(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    text = "time of one decision of each policy, asked from Python at every gate as drivers ask"
+    decide = commands.add_parser("decide", help=text, description=text, allow_abbrev=False)
+    decide.add_argument("--trace", default=TRACE, help=f"shipped name or path (default {TRACE})")
+    decide.add_argument("--slots", type=int, default=40, metavar="N", help="slots of each layer (default 40)")
+    decide.add_argument("--forwards", type=_count, default=160, metavar="N", help="first of the trace (default 160)")
+    decide.add_argument("--repeats", type=_count, default=5, metavar="N", help="of everything (default 5)")
+    decide.add_argument(
+        "--policy",
+        action="append",
+        metavar="'NAME KNOB=VALUE ...'",
+        help="one to measure, repeatable (default all, with their default knobs)",
+    )
+    decide.add_argument("--json", type=Path, metavar="FILE", help="where to write all that was measured")
+    decide.set_defaults(
+        run=lambda given: measure_decisions(given.trace, given.slots, given.policy, given.forwards, given.repeats),
+        show=decisions_as_text,
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: must be at least 1")
+    return number
+
+
+def machine() -> dict[str, Any]:
+    """What a time depends on, beside the code: processor, system, how busy it is, and versions."""
+    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "num_cpus": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "system": platform.platform(),
+        "versions": {"python": platform.python_version(), "numpy": np.__version__, "numba": numba.__version__},
+    }
+
+
+def _lines(path: str) -> list[str]:
+    file = Path(path)
+    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import bench, bench_decide
+from policies.registry import POLICIES
+from tracer.shipped import find_trace
+from tracer.store import TraceReader, TraceWriter
+
+NUM_LAYERS = 3  # of proxy-tiny
+
+
+def decide(capsys, *arguments):
+    bench.main(["decide", "--slots", "16", "--forwards", "10", *arguments])
+    return capsys.readouterr().out
+
+
+def test_times_of_decisions_add_up(tmp_path, capsys):
+    file = tmp_path / "decide.json"
+    policies = ["lru", "lru max_admit=2", "oled", "gate_ahead"]
+    named = [part for policy in policies for part in ("--policy", policy)]
+    out = decide(capsys, "--trace", "proxy-tiny", "--repeats", "2", "--json", str(file), *named)
+    report = json.loads(file.read_text())
+    assert list(report["policies"]) == policies
+    assert report["num_forwards"] == 10
+    assert report["trace"]["name"] == "proxy-tiny"
+    assert {"processor", "num_cpus", "load_average", "versions"} <= set(report["machine"])
+    for row in report["policies"].values():
+        assert row["num_gates"] == (10 - bench_decide.WARM_FORWARDS) * NUM_LAYERS
+        assert len(row["repeats"]) == 2
+        for part in ("decide", "check"):
+            least = row[part]
+            assert 0 < least["median_us"] <= least["p99_us"] <= least["total_us"]
+            for times in (least, *(repeat[part] for repeat in row["repeats"])):
+                assert times["mean_us"] * row["num_gates"] == pytest.approx(times["total_us"])
+            assert all(least["total_us"] <= repeat[part]["total_us"] for repeat in row["repeats"])
+    assert [row["budget_us"] for row in report["policies"].values()] == [None, None, 15, 60]
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line for line in lines if line.startswith("| ") and "policy" not in line]
+    assert [row.split("|")[1].strip() for row in rows] == policies
+    assert [float(row.split("|")[2]) for row in rows] == [
+        pytest.approx(row["decide"]["mean_us"], abs=0.051) for row in report["policies"].values()
+    ]
+
+
+def test_every_policy_that_the_trace_allows_is_measured(tmp_path, capsys):
+    reader = TraceReader(find_trace("proxy-tiny"))
+    with TraceWriter(tmp_path / "bare.trace", reader.metadata) as writer:
+        for pass_ in reader:
+            writer.write(pass_)
+    out = decide(capsys, "--trace", str(tmp_path / "bare.trace"), "--repeats", "1")
+    assert max(map(len, out.splitlines())) <= 200  # the reason of a refusal is one line
+    refused = [line for line in out.splitlines() if line.startswith("Not measured: ")]
+    measured = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")][1:]
+    assert "Not measured: gate_ahead needs ahead_ids of the table signals, which this trace lacks" in refused
+    assert set(measured) < set(POLICIES)
+    assert len(measured) + len(refused) == len(POLICIES)
+
+
+def test_summary_is_of_whole_ns():
+    times = np.array([1000, 2000, 3000, 10_000])
+    assert bench_decide.summary(times) == {
+        "total_us": 16.0,
+        "mean_us": 4.0,
+        "median_us": 2.5,
+        "p99_us": pytest.approx(9.79),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trace", "nothing"], "trace 'nothing': no such directory"),
+        (["--policy", "lru", "--slots", "65"], "195 slots for 3 layers of 64 experts"),
+        (["--policy", "lru depth=1"], "depth"),
+        (["--policy", "lru", "--forwards", "8"], "8 forwards: must be more than 8, which are not counted"),
+        (["--policy", "lru", "--json", "missing/decide.json"], "missing/decide.json"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        bench.main(
+            ["decide", "--trace", "proxy-tiny", "--slots", "16", "--forwards", "10", "--repeats", "1", *arguments]
+        )
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert captured.err.startswith("bench: error: ")
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert not Path("missing").exists()
