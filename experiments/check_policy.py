@@ -153,7 +153,7 @@ def _passed(title: str, tally: Tally) -> str:
 def _wrapped(head: str, text: str) -> str:
     return textwrap.fill(
         text,
-        100,
+        80,
         initial_indent=f"{head:<10}",
         subsequent_indent=" " * 10,
         break_long_words=False,

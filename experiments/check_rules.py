@@ -8,6 +8,7 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from experiments.check_traces import Case, other_future
 from policies.check import place_of
@@ -15,14 +16,18 @@ from policies.contract import Estimates, Plan, PlanError, Policy, PolicyError, S
 from policies.log import Table
 from policies.profile import Costs
 from simulator.des import simulate
+from tracer.schema import Pass
 
 RULES = {
-    "contract": "every miss is served once, what stays was there or was copied, and fits",
-    "declared": "a policy does what it says of itself: misses, prefetches, pool, capacity",
-    "views": "what a policy is shown is not written to",
-    "state": "two runs of one object decide the same, also side by side, and so does one built anew",
-    "causality": "what is decided at a gate does not depend on what comes after it",
+    "runs": "the policy's own code ends without an error",
+    "contract": "every miss is served once; who stays was there, and fits",
+    "declared": "misses and prefetches are as the policy says",
+    "views": "nothing that a policy is shown is written to",
+    "state": "every run decides the same, also two side by side",
+    "causality": "nothing is known of what comes after a gate",
 }
+MOST_LEFT_OUT = 40  # forwards of a trace that is tried without each of them
+NUM_FUTURES = 4  # of each gate, where it is looked for the smallest trace
 MOST_CUTS = 8  # gates of a trace after which the future is changed
 
 # copies take about as long as layers, so that prefetches are in time, late and dropped
@@ -96,16 +101,21 @@ class Tally:
             shown = [array for array in (*step, *view, *(step.signals or ())) if isinstance(array, np.ndarray)]
             before = [array.copy() for array in shown]
             start_ns = perf_counter_ns()
-            plan = policy.decide(params, state, step, view)
+            try:
+                plan = policy.decide(params, state, step, view)
+            finally:  # an error may only follow from it
+                _require_same(step, shown, before)
             self.decide_ns.append(perf_counter_ns() - start_ns)
-            for array, copy in zip(shown, before, strict=True):
-                if not np.array_equal(array, copy, equal_nan=array.dtype.kind == "f"):
-                    raise _BrokenView(
-                        f"{place_of(step)}: decide changed an array that it was shown, {array.dtype} of {array.shape}"
-                    )
             return plan
 
         return replace(policy, decide=decide)
+
+
+def _require_same(step: Step, shown: Sequence[NDArray[Any]], before: Sequence[NDArray[Any]]) -> None:
+    for array, copy in zip(shown, before, strict=True):
+        if not np.array_equal(array, copy, equal_nan=array.dtype.kind == "f"):
+            where = place_of(step)
+            raise _BrokenView(f"{where}: decide changed an array that it was shown, {array.dtype} of {array.shape}")
 
 
 def check(build: Build, case: Case, tally: Tally, cuts: Iterable[tuple[int, int]] | None = None) -> Violation | None:
@@ -120,7 +130,7 @@ def check(build: Build, case: Case, tally: Tally, cuts: Iterable[tuple[int, int]
     try:
         policy = build(case)
     except PolicyError as error:
-        return Violation("contract", str(error), case)
+        return Violation("runs", str(error), case)
     if refusal := _refusal(policy, case):
         tally.num_refused, tally.refusal = tally.num_refused + 1, refusal
         return None
@@ -133,7 +143,7 @@ def check(build: Build, case: Case, tally: Tally, cuts: Iterable[tuple[int, int]
             if found := _declared(policy, row, case):
                 return found
     except (PlanError, PolicyError) as error:
-        return Violation("contract", str(error), case, _reached(rows, case))
+        return _error(error, case, rows)
     except _BrokenView as error:
         return Violation("views", str(error), case, _reached(rows, case))
     tally.num_gates += len(rows)
@@ -170,6 +180,11 @@ def _rows(table: Table) -> Iterator[Row]:
         request, forward, layer = (int(scalars[name][row]) for name in ("request", "forward", "layer"))
         decided = {name: (scalars[name] if name in scalars else lists[name])[row].tolist() for name in _DECIDED}
         yield Row(f"request {request}, forward {forward}, layer {layer}", forward, layer, decided)
+
+
+def _error(error: PlanError | PolicyError, case: Case, rows: Sequence[Row]) -> Violation:
+    rule = "contract" if isinstance(error, PlanError) else "runs"
+    return Violation(rule, str(error), case, _reached(rows, case))
 
 
 def _reached(rows: Sequence[Row], case: Case) -> int:
@@ -211,8 +226,8 @@ def _causality(
         rng = np.random.default_rng(len(rows))
         chosen = np.sort(rng.permutation(len(rows))[:MOST_CUTS])
         cuts = [divmod(int(row), num_layers) for row in chosen]
-    for forward, layer in cuts:
-        rng = np.random.default_rng([forward, layer])
+    for number, (forward, layer) in enumerate(cuts):
+        rng = np.random.default_rng([number, forward, layer])
         passes = other_future(rng, case.passes, case.shape.num_experts, forward, layer)
         other: list[Row] = []
         num_known = forward * num_layers + layer + 1
@@ -223,8 +238,8 @@ def _causality(
                 if len(other) == num_known:
                     break
         except (PlanError, PolicyError) as error:
-            return Violation("contract", str(error), changed, _reached(other, changed))
-        why = f"with another future after forward {forward}, layer {layer}, it decides differently; only a policy that says clairvoyant = True may see it"
+            return _error(error, changed, other)
+        why = f"with another future after forward {forward}, layer {layer}, it decides differently; only what says clairvoyant = True may"
         if found := _difference("causality", case, rows[:num_known], other, why):
             return found
     return None
@@ -240,17 +255,26 @@ def _difference(rule: str, case: Case, rows: Sequence[Row], other: Sequence[Row]
 
 
 def smallest(build: Build, violation: Violation) -> Violation:
-    """The same rule, broken on a trace of which no pass can be left out."""
+    """The same rule, broken on a trace of which no pass can be left out; of a long trace, all that follows is."""
     found = violation
+
+    def holds_without(passes: Sequence[Pass]) -> bool:
+        nonlocal found
+        fewer = replace(found.case, passes=passes)
+        num_layers = fewer.shape.num_layers
+        gates = [divmod(row, num_layers) for row in range(len(passes) * num_layers)]
+        seen = check(build, fewer, Tally(), gates * NUM_FUTURES)
+        if seen is None or seen.rule != violation.rule:
+            return False
+        found = seen
+        return True
+
+    passes = found.case.passes
+    if 0 <= found.forward < len(passes) - 1:
+        holds_without(passes[: found.forward + 1])
     index = len(found.case.passes) - 1
-    if violation.rule != "causality" and 0 <= violation.forward < index:
-        index = violation.forward
-        found = replace(found, case=replace(found.case, passes=found.case.passes[: index + 1]))
-    while index >= 0 and len(found.case.passes) > 1:
+    while index >= 0 and 1 < len(found.case.passes) <= MOST_LEFT_OUT:
         passes = found.case.passes
-        fewer = replace(found.case, passes=[*passes[:index], *passes[index + 1 :]])
-        seen = check(build, fewer, Tally())
-        if seen is not None and seen.rule == violation.rule:
-            found = replace(seen, case=fewer) if seen.rule == "causality" else seen
+        holds_without([*passes[:index], *passes[index + 1 :]])
         index = min(index, len(found.case.passes)) - 1
     return found

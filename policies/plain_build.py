@@ -220,7 +220,7 @@ def _decide(params: _Params, state: _State, step: Step, view: View) -> Plan:
     where = code.at()
     if isinstance(answer, Plan) and len(answer.on_cpu) and own.misses == "h2d":
         raise PlanError(
-            f'{place_of(step)}: {where}: experts {list(answer.on_cpu)} are served on the CPU, and the class says misses = "h2d"; '
+            f'{place_of(step)}: {where}: experts {answer.on_cpu.tolist()} are served on the CPU, and the class says misses = "h2d"; '
             "must say another word, such as cpu"
         )
     try:
