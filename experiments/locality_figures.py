@@ -63,7 +63,7 @@ def plot_overlap(traces: Sequence[Statistics], max_gap: int = 12) -> Figure:
         if trace.floor.overlap is not None:
             for axes in (by_gap, by_accepted):
                 axes.axhline(trace.floor.overlap, color=style["color"], linestyle=":", linewidth=1.3)
-    _label(by_gap, "by gap", "forwards between the two, within a block")
+    _label(by_gap, "by gap", "gap in forwards of a block; 1 is adjacent")
     _label(by_accepted, "by tokens accepted between adjacent forwards", "tokens accepted (size of a point: pairs)")
     for axes in (by_gap, by_accepted):
         axes.set_ylim(0, 1.02)
@@ -74,29 +74,35 @@ def plot_overlap(traces: Sequence[Statistics], max_gap: int = 12) -> Figure:
 
 
 def plot_boundaries(traces: Sequence[Statistics]) -> Figure:
-    """Overlap of an opening with the last and the first forward of the block before, between adjacent and floor."""
-    figure, axes = _figure(1, 1, "What predicts the opening of a block")
-    groups: dict[str, Callable[[Statistics], Overlap | None]] = {
-        "adjacent,\nwithin a block": lambda trace: trace.by_gap.get(1),
-        "last forward\nof the block before": lambda trace: trace.after_last,
-        "first forward\nof the block before": lambda trace: trace.after_first,
-        "unrelated\nrequest (floor)": lambda trace: trace.floor,
+    """Activated experts by iteration, and overlap of an opening with the last and the first forward before, over its floor."""
+    figure, (sizes, bars) = _figure(1, 2, "What predicts the opening of a block")
+    pairs: dict[str, Callable[[Statistics], tuple[Overlap | None, Overlap]]] = {
+        "adjacent,\nwithin a block": lambda trace: (trace.by_gap.get(1), trace.floor),
+        "last forward\nof the block before": lambda trace: (trace.after_last, trace.after_last_floor),
+        "first forward\nof the block before": lambda trace: (trace.after_first, trace.after_first_floor),
     }
-    width = 0.8 / len(traces)
+    width = 0.76 / len(traces)
     for nth, (trace, style) in enumerate(_styled(traces)):
-        at = np.arange(len(groups)) + (nth - (len(traces) - 1) / 2) * width
-        found = [pairs(trace) for pairs in groups.values()]
-        heights = [pairs.overlap or 0.0 if pairs else 0.0 for pairs in found]
-        bars = axes.bar(at, heights, width * 0.92, color=style["color"])
-        axes.bar_label(bars, [f"{height:.2f}" if height else "none" for height in heights], fontsize=8, padding=2)
-    axes.plot([0.47, 0.47], [0.85, 0.9], color=_PAPER, linewidth=6, solid_capstyle="butt")
-    axes.annotate("", (1.47, 0.75), (1.47, 0.65), arrowprops={"arrowstyle": "->", "color": _PAPER, "linewidth": 2})
+        sizes.plot(list(trace.by_iteration), list(trace.by_iteration.values()), **style)
+        for group, overlaps in enumerate(pairs.values()):
+            found, floor = (one.overlap if one else None for one in overlaps(trace))
+            at = group + (nth - (len(traces) - 1) / 2) * width
+            drawn = bars.bar(at, found or 0.0, width * 0.92, color=style["color"])
+            bars.bar_label(drawn, ["none" if found is None else f"{found:.2f}"], fontsize=8, padding=2)
+            if floor is not None:
+                bars.hlines(floor, at - width * 0.46, at + width * 0.46, color="black", linewidth=2)
+    bars.plot([0.47, 0.47], [0.85, 0.9], color=_PAPER, linewidth=6, solid_capstyle="butt")
+    bars.annotate("", (1.47, 0.75), (1.47, 0.65), arrowprops={"arrowstyle": "->", "color": _PAPER, "linewidth": 2})
     for at, height in ((0.47, 0.9), (1.47, 0.75)):
-        axes.text(at, height + 0.01, "paper", fontsize=8, color=_PAPER, ha="center", va="bottom")
-    axes.set_xticks(range(len(groups)), list(groups))
-    axes.set_ylim(0, 1.02)
-    _label(axes, "overlap of expert sets of the same layer", "")
-    return _finish(figure, traces, "the paper prints 0.85 to 0.90 and, for boundaries, more than 0.65")
+        bars.text(at, height + 0.01, "paper", fontsize=8, color=_PAPER, ha="center", va="bottom")
+    bars.set_xticks(range(len(pairs)), list(pairs))
+    bars.set_ylim(0, 1.02)
+    sizes.set_ylim(bottom=0)
+    sizes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _label(sizes, "activated experts per layer", "denoise forwards since the block was opened")
+    _label(bars, "overlap with the later forward", "")
+    note = "black: floor, the same with a forward of an unrelated request"
+    return _finish(figure, traces, note, "paper: 0.85 to 0.90, and more than 0.65 across boundaries")
 
 
 def plot_working_sets(traces: Sequence[Statistics]) -> Figure:
@@ -169,7 +175,7 @@ def plot_block_lengths(traces: Sequence[Statistics]) -> Figure:
     pairs = {
         "adjacent": [trace.by_gap.get(1) for trace in ordered],
         "last forward to next block": [trace.after_last for trace in ordered],
-        "unrelated requests": [trace.floor for trace in ordered],
+        "its floor": [trace.after_last_floor for trace in ordered],
     }
     for nth, (name, column) in enumerate(pairs.items()):
         _by_block_length(overlap, lengths, [one and one.overlap for one in column], name, nth)
@@ -252,9 +258,7 @@ def _label(axes: Axes, title: str, xlabel: str) -> None:
 
 def _paper_line(axes: Axes, value: float, text: str) -> None:
     axes.axhline(value, color=_PAPER, linestyle="--", linewidth=1.1, zorder=1)
-    axes.annotate(
-        text, (1, value), (0, 2), ("axes fraction", "data"), "offset points", fontsize=8, color=_PAPER, ha="right"
-    )
+    axes.annotate(text, (0.02, value), (0, 2), ("axes fraction", "data"), "offset points", fontsize=8, color=_PAPER)
 
 
 def _paper_band(axes: Axes, low: float, high: float, text: str) -> None:

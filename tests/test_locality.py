@@ -4,6 +4,8 @@ import pytest
 from tracer.locality import (
     ForwardSets,
     across_blocks,
+    across_blocks_floor,
+    activated_by_iteration,
     activated_per_layer,
     between_requests,
     denoise_sets,
@@ -68,6 +70,23 @@ def test_overlap_across_a_block_boundary():
     first = across_blocks(ONE, earlier="first")
     assert first.overlap.tolist() == [[3 / 4, 0]]
     assert first.num_accepted.tolist() == [6]
+
+
+def test_floor_of_a_boundary_is_the_opening_of_another_request():
+    other = [sets(4, 0, 0, 1, {0, 7}, {0}), sets(4, 0, 1, 1, {1, 4}, {1, 5}), sets(4, 1, 0, 1, {0, 2}, {2})]
+    last = across_blocks_floor([*ONE, *other])
+    # {0, 4, 5} and {2, 3} with {0, 2} and {2}; {1, 4} and {1, 5} with {0, 1, 2, 5} and {2, 3, 4}
+    assert last.overlap.tolist() == [[1 / 3, 1 / 2], [1 / 2, 0]]
+    first = across_blocks_floor([*ONE, *other], earlier="first")
+    assert first.overlap.tolist() == [[2 / 4, 0], [1 / 2, 0]]
+    assert (first.num_accepted == -1).all()
+    alone = [sets(5, 3, 0, 1, {6}, {6})]
+    assert across_blocks_floor([*ONE, *alone]).overlap.tolist() == [[0, 0]]  # counted round: its only opening
+    assert across_blocks_floor(ONE).mean_overlap is None
+
+
+def test_activated_experts_of_each_forward_of_a_block():
+    assert activated_by_iteration(ONE) == pytest.approx({0: (3 + 3.5) / 2, 1: (2.5 + 1) / 2, 2: 2.5})
 
 
 def test_floor_pairs_each_request_with_the_next_in_a_ring():

@@ -72,13 +72,15 @@ def test_overlap_by_gap_and_by_tokens_accepted(tiny):
 
 
 def test_boundaries(two):
-    (axes,) = figures.plot_boundaries(two).axes
-    heights = [bar.get_height() for bar in axes.patches if bar.get_width() > 0.3]
-    wanted = [two[0].by_gap[1].overlap, two[0].after_last.overlap, two[0].after_first.overlap, two[0].floor.overlap]
-    assert heights[:4] == wanted
-    none = replace(two[0], floor=Overlap(0, None, None))
-    texts = [text.get_text() for text in figures.plot_boundaries([none]).axes[0].texts]
-    assert "none" in texts
+    sizes, bars = figures.plot_boundaries(two).axes
+    assert sizes.lines[0].get_xydata().tolist() == [[i, size] for i, size in two[0].by_iteration.items()]
+    wanted = [two[0].by_gap[1].overlap, two[0].after_last.overlap, two[0].after_first.overlap]
+    assert [bar.get_height() for bar in bars.patches[:3]] == wanted
+    floors = [two[0].floor.overlap, two[0].after_last_floor.overlap, two[0].after_first_floor.overlap]
+    assert [lines.get_segments()[0][0][1] for lines in bars.collections[:3]] == floors
+    none = replace(two[0], by_gap={}, floor=Overlap(0, None, None))
+    texts = [text.get_text() for text in figures.plot_boundaries([none]).axes[1].texts]
+    assert texts[0] == "none"
 
 
 def test_working_sets_and_the_band_of_lru(tiny):

@@ -44,9 +44,11 @@ def _summary(traces: Sequence[Statistics]) -> list[Row]:
         row("tokens per forward", lambda t: f"{t.tokens_per_forward:.2f}"),
         row("tokens per denoise forward", lambda t: f"{t.tokens_per_denoise:.2f}"),
         row("activated experts per layer", lambda t: f"{t.mean_activated:.1f}", "about 60 (mini), 90 (flash)"),
+        row("of a block's first forward", lambda t: _count(t.by_iteration.get(0))),
         row("of the layer with fewest, most", _extremes, "clearly different"),
         row("activated experts / top k", lambda t: f"{t.mean_activated / t.top_k:.1f}", "around 8 (mini)"),
         row("overlap of adjacent forwards", lambda t: _overlap(t.by_gap.get(1)), "0.85 to 0.90"),
+        row("its floor, between unrelated requests", lambda t: _overlap(t.floor)),
         row("its Jaccard index", lambda t: _ratio(t.by_gap[1].jaccard if 1 in t.by_gap else None)),
         *(
             row(f"overlap at gap {gap}", lambda t, gap=gap: _overlap(t.by_gap.get(gap)), "falls")
@@ -54,8 +56,9 @@ def _summary(traces: Sequence[Statistics]) -> list[Row]:
             if any(gap in trace.by_gap for trace in traces)
         ),
         row("overlap, last forward to next block", lambda t: _overlap(t.after_last), "more than 0.65"),
+        row("its floor, openings of unrelated requests", lambda t: _overlap(t.after_last_floor)),
         row("overlap, first forward to next block", lambda t: _overlap(t.after_first)),
-        row("overlap between unrelated requests", lambda t: _overlap(t.floor)),
+        row("its floor, openings of unrelated requests", lambda t: _overlap(t.after_first_floor)),
         row("cosine of router inputs", lambda t: _ratio(_mean(t.cos_router_input)), "hidden states: reaching 0.98"),
         row("cosine of layer outputs", lambda t: _ratio(_mean(t.cos_layer_output))),
         *(

@@ -104,14 +104,41 @@ def within_blocks(forwards: Iterable[ForwardSets], gap: int = 1) -> Pairs:
     return _compare(pairs)
 
 
+def activated_by_iteration(forwards: Iterable[ForwardSets]) -> dict[int, float]:
+    """Mean number of activated experts, over layers and forwards, of the 0th, 1st, ... forward of blocks, ascending."""
+    sizes: dict[int, list[float]] = {}
+    for forward in forwards:
+        sizes.setdefault(forward.iteration, []).append(float(forward.activated.sum(axis=1).mean()))
+    return {iteration: float(np.mean(sizes[iteration])) for iteration in sorted(sizes)}
+
+
 def across_blocks(forwards: Iterable[ForwardSets], earlier: Literal["first", "last"] = "last") -> Pairs:
     """The first or last forward of each block with the first forward of the request's next block."""
     pairs = []
     for of_request in by_request(forwards):
-        openings = [i for i, f in enumerate(of_request) if i == 0 or of_request[i - 1].block != f.block]
+        openings = _openings(of_request)
         for opening, following in zip(openings, openings[1:], strict=False):
             i = following - 1 if earlier == "last" else opening
             pairs.append((of_request[i], of_request[following], _accepted(of_request, i, following)))
+    return _compare(pairs)
+
+
+def across_blocks_floor(forwards: Iterable[ForwardSets], earlier: Literal["first", "last"] = "last") -> Pairs:
+    """The floor of `across_blocks`: the same forwards, each with an opening of the request after it.
+
+    A block opens with fewer experts than it ends with, so that `between_requests`, which is over all forwards, is no
+    floor for boundaries. Requests stand in a ring; the n-th block of each meets the opening of block n + 1 of the
+    next, counted round where that has fewer. Without a second request there are no pairs.
+    """
+    requests = by_request(forwards)
+    if len(requests) < 2:
+        return _compare([])
+    pairs = []
+    for of_request, other in zip(requests, requests[1:] + requests[:1], strict=True):
+        openings, others = _openings(of_request), _openings(other)
+        for n, (opening, following) in enumerate(zip(openings, openings[1:], strict=False)):
+            i = following - 1 if earlier == "last" else opening
+            pairs.append((of_request[i], other[others[(n + 1) % len(others)]], -1))
     return _compare(pairs)
 
 
@@ -139,6 +166,11 @@ def by_request(forwards: Iterable[ForwardSets]) -> list[list[ForwardSets]]:
     for forward in forwards:
         requests.setdefault(forward.request, []).append(forward)
     return list(requests.values())
+
+
+def _openings(of_request: list[ForwardSets]) -> list[int]:
+    """Where in a request each block begins."""
+    return [i for i, f in enumerate(of_request) if i == 0 or of_request[i - 1].block != f.block]
 
 
 def _accepted(forwards: list[ForwardSets], earlier: int, later: int) -> int:

@@ -36,11 +36,6 @@ class Stability(NamedTuple):
     edges: NDArray[np.float64]  # [B + 1] a bin holds its lower edge; the last one holds its upper edge too
     counts: NDArray[np.int64]  # [S, B, L, K + 1] tokens of each layer that keep 0, 1, ... K experts
 
-    @property
-    def num_tokens(self) -> NDArray[np.int64]:
-        """Tokens of each state and bin, [S, B]."""
-        return self.counts[:, :, 0].sum(axis=2)
-
     def kept_ratio(self, states: Collection[TokenState], low: float = 0.0, high: float = 1.0) -> float | None:
         """Mean share of experts kept over layers and tokens of these states with confidence from low to high, two edges.
 

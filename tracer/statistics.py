@@ -12,6 +12,8 @@ from tracer.locality import (
     ForwardSets,
     Pairs,
     across_blocks,
+    across_blocks_floor,
+    activated_by_iteration,
     activated_counts,
     between_requests,
     decode_sets,
@@ -74,11 +76,14 @@ class Statistics:
     num_denoise_forwards: int
     num_accepted: int  # in decode forwards
     activated: tuple[Activated, ...]  # a layer each
+    by_iteration: dict[int, float]  # mean of activated experts by the forward's number in its block
     overlap_by_layer: tuple[float, ...]  # adjacent
     by_gap: dict[int, Overlap]  # forwards between, within a block; 1 is adjacent
     by_accepted: dict[int, Overlap]  # tokens accepted between adjacent forwards
     after_last: Overlap  # the last forward of a block with the first of the next
     after_first: Overlap  # the first forward of a block with the first of the next
+    after_last_floor: Overlap  # the same forwards with openings of an unrelated request
+    after_first_floor: Overlap
     floor: Overlap  # between unrelated requests
     cos_router_input: tuple[float, ...]  # of adjacent forwards, a layer each; none where none was recorded
     cos_layer_output: tuple[float, ...]
@@ -152,11 +157,14 @@ def measure(reader: TraceReader, name: str) -> Statistics:
             Activated(layer_id, float(column.mean()), float(column.std()))
             for layer_id, column in zip(shape.layer_ids, counts.T, strict=True)
         ),
+        by_iteration=activated_by_iteration(denoise),
         overlap_by_layer=_by_layer(adjacent.overlap),
         by_gap=_by_gap(denoise),
         by_accepted={num: _overlap(pairs) for num, pairs in adjacent.by_accepted().items()},
         after_last=_overlap(across_blocks(denoise, "last")),
         after_first=_overlap(across_blocks(denoise, "first")),
+        after_last_floor=_overlap(across_blocks_floor(denoise, "last")),
+        after_first_floor=_overlap(across_blocks_floor(denoise, "first")),
         floor=_overlap(between_requests(denoise)),
         cos_router_input=_by_layer(cosine.router_input),
         cos_layer_output=_by_layer(cosine.layer_output),
