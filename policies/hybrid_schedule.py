@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from policies.jit import jit
-from policies.retention import by_priority
+from policies.retention import by_priority, ids_of
 
 
 @jit
@@ -38,4 +36,7 @@ def hybrid_split(load, missed, estimates):
         else:
             cpu_ns = cpu_end_ns
             last -= 1
-    return line[:first].copy(), np.sort(line[first:])
+    left = missed.copy()
+    for expert in line[:first]:
+        left[expert] = False
+    return line[:first].copy(), ids_of(left)
