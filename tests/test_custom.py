@@ -8,18 +8,18 @@ import numpy as np
 import polars as pl
 import pytest
 from commands import command
+from hydra.core.config_store import ConfigStore
 from recorded import write
 from reference import ESTIMATES, answers, context_of, shape_of
 from scripted import layer_rows, make_costs
 from strategies import random_passes
 
-import policies.custom
 from experiments.errors import ConfigError
 from experiments.policy import built
 from experiments.run import simulate
 from experiments.simulate import main
 from policies.contract import Context, PlanError, PolicyError
-from policies.custom import load
+from policies.custom import installed, load
 from policies.driver import drive
 from policies.plain import PlainPolicy, keep_best, plan
 from policies.registry import build_policy
@@ -147,27 +147,47 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
         load(tmp_path / "none.py")
 
 
-def test_policies_of_packages_are_known_by_their_names(monkeypatch):
-    shape, passes = random_passes(np.random.default_rng(1))
+@pytest.fixture
+def packages(monkeypatch):
+    """Packages that bring policies, as long as the test runs."""
+    store = ConfigStore.instance().repo.setdefault("policy", {})
+    monkeypatch.setattr(ConfigStore.instance(), "repo", {**ConfigStore.instance().repo, "policy": dict(store)})
     points = {
-        "theirs": EntryPoint("theirs", "test_custom:Recent", "oledsim.policies"),
-        "compiled": EntryPoint("compiled", "policies.lru", "oledsim.policies"),
-        "gone": EntryPoint("gone", "nothing_of_that_name:X", "oledsim.policies"),
-        "other": EntryPoint("other", "json:loads", "oledsim.policies"),
+        "theirs": "test_custom:Recent",
+        "compiled": "policies.lru",
+        "gone": "no_such_module:X",
+        "other": "json:loads",
     }
-    monkeypatch.setattr(policies.custom, "installed", lambda: points)
-    monkeypatch.setattr("policies.registry.installed", lambda: points)
-    built = build_policy("theirs", {"decay": 0.5}, context_of(shape, passes))
+    found = [EntryPoint(name, value, "oledsim.policies") for name, value in points.items()]
+    monkeypatch.setattr("policies.custom.entry_points", lambda group: found if group == "oledsim.policies" else [])
+    installed.cache_clear()
+    yield
+    installed.cache_clear()
+
+
+def test_policies_of_packages_are_known_by_their_names(packages):
+    shape, passes = random_passes(np.random.default_rng(1))
+    context = context_of(shape, passes)
+    built = build_policy("theirs", {"decay": 0.5}, context)
     assert (built.name, built.variant) == ("theirs", "decay=0.5")
     assert decided({}, shape, passes, name="compiled") == decided({}, shape, passes, name="lru")
-    with pytest.raises(PolicyError, match=r"policy gone of nothing_of_that_name:X: ModuleNotFoundError"):
-        build_policy("gone", {}, Context(shape))
-    with pytest.raises(
-        PolicyError, match=r"policy other of json:loads: must be a subclass of PlainPolicy, or a module"
+    for name, message in (
+        ("gone", "policy gone of no_such_module:X: ModuleNotFoundError"),
+        ("other", "policy other of json:loads: must be a subclass of PlainPolicy, or a module with Knobs and build"),
+        ("theirss", r"no policy 'theirss'; did you mean theirs\?"),
     ):
-        build_policy("other", {}, Context(shape))
-    with pytest.raises(PolicyError, match=r"no policy 'theirss'; did you mean theirs\?"):
-        build_policy("theirss", {}, Context(shape))
+        with pytest.raises(PolicyError, match=message):
+            build_policy(name, {}, context)
+
+
+def test_policies_of_packages_are_on_the_command_line(packages, run):
+    finished = run("-m", "policy=lru,theirs", "output.dir=grid")
+    assert finished.code == 0, finished.err
+    assert pl.read_parquet("grid/sweep.parquet")["policy"].to_list() == ["lru", "theirs"]
+    finished = run("policy=theirs", "policy.knobs.decay=0.5")
+    assert "[1] decay=0.5" in finished.out
+    assert "theirs has no knob 'dec'" in run("policy=theirs", "policy.knobs.dec=0.5").err
+    assert "gone" in run("policy=gone").err
 
 
 # Knobs
