@@ -22,7 +22,7 @@ from tracer.statistics import Overlap, Statistics
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = ("o", "D", "^", "s", "v", "P")
 _PAPER = "0.45"
-_DPI = 90
+_DPI = 85
 _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "borderaxespad": 0.2}
 
 
