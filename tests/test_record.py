@@ -252,7 +252,7 @@ def trained(directory):
 
 
 def test_a_run_records_scores_and_packs(tmp_path, monkeypatch, capsys):
-    for name, value in (("NUM_OTHER_BLOCKS", 1), ("NUM_WITH_SIGNALS", 1), ("OTHER_BLOCK_LENGTHS", (8,))):
+    for name, value in (("NUM_WITH_SIGNALS", 1), ("OTHER_BLOCKS", {8: 1})):
         monkeypatch.setattr(record_jobs, name, value)
     monkeypatch.setattr(record_jobs, "NUM_EVALUATED", 2)
     monkeypatch.setattr(record_jobs, "NUM_TOKENS", 1)

@@ -22,14 +22,13 @@ from tracer.store import TraceWriter
 from tracer.tokenizer import Tokenizer
 
 BLOCK_LENGTH = 16
-OTHER_BLOCK_LENGTHS = (1, 4, 8, 32, 64)
 THRESHOLD = 0.9
 GATE_DTYPE = "uint8"
 NUM_TOKENS = 128  # new tokens of an evaluated request
 NUM_CANDIDATES = 40
 NUM_EVALUATED = 10
-NUM_WITH_SIGNALS = 3
-NUM_OTHER_BLOCKS = 3
+NUM_WITH_SIGNALS = 1  # of each workload: signals take ten times the room of routing
+OTHER_BLOCKS = {1: 3, 4: 3, 8: 3, 32: 3, 64: 2}  # requests of each workload, by block length
 NUM_CALIBRATION = 70  # of each workload
 _CALIBRATION_TOKENS = 64
 _CALIBRATION_CHUNK = 7
@@ -148,12 +147,12 @@ def plan(
             f"{trace}-b{block_length}",
             "trace",
             workload,
-            NUM_OTHER_BLOCKS,
+            num_requests,
             after=trace,
             block_length=block_length,
             gen_length=max(_CALIBRATION_TOKENS, 2 * block_length),
         )
-        for block_length in OTHER_BLOCK_LENGTHS
+        for block_length, num_requests in OTHER_BLOCKS.items()
         for workload, trace in first.items()
     ]
     return jobs
