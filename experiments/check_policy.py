@@ -73,7 +73,8 @@ def run(policy: str, name: str | None, knobs: dict[str, Any], trace: str | None)
         return built(what, given, _context(case))
 
     tally = Tally()
-    for case in _all_cases(trace):
+    reader = None if trace is None else TraceReader(find_trace(trace))
+    for case in _all_cases(reader):
         if violation := check(build, case, tally):
             print(_explained(title, build, violation))
             return 1
@@ -83,10 +84,9 @@ def run(policy: str, name: str | None, knobs: dict[str, Any], trace: str | None)
     return 0
 
 
-def _all_cases(trace: str | None) -> Iterator[Case]:
+def _all_cases(reader: TraceReader | None) -> Iterator[Case]:
     yield from cases()
-    if trace is not None:
-        reader = TraceReader(find_trace(trace))
+    if reader is not None:
         shape = reader.metadata.shape
         passes = list(islice(reader.passes(signals=reader.has_signals), MOST_PASSES))
         yield Case(shape, passes, max(shape.top_k, shape.num_experts // 4), context_of(reader, 1)[0])

@@ -28,7 +28,7 @@ RULES = {
 }
 MOST_LEFT_OUT = 40  # forwards of a trace that is tried without each of them
 NUM_FUTURES = 4  # of each gate, where it is looked for the smallest trace
-MOST_CUTS = 8  # gates of a trace after which the future is changed
+MOST_CUTS = 5  # gates of a trace after which the future is changed
 
 # copies take about as long as layers, so that prefetches are in time, late and dropped
 COSTS = Costs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,13 +43,14 @@ class Case:
         return self.slots_per_layer * self.shape.num_layers
 
 
-def cases(num_seeds: int = 3) -> Iterator[Case]:
+def cases(num_seeds: int = 2) -> Iterator[Case]:
     """Generated traces, smallest first, and so many of each size; the same each time."""
     for size in SIZES:
         for seed in range(num_seeds):
             yield generated(seed, *size)
 
 
+@cache
 def generated(
     seed: int,
     num_layers: int,
