@@ -13,8 +13,7 @@ from policies.hybrid_schedule import hybrid_split
 from policies.jit import jit
 from policies.knobs import limit_of, require_choice, require_limit
 from policies.misses import MISSES, MissPath, miss_path, serve
-from policies.pool_retention import lowest_first
-from policies.retention import best, equal_capacity, missed_of, nobody_resident, with_admitted
+from policies.retention import best, equal_capacity, lowest_first, missed_of, nobody_resident, with_admitted
 from tracer.schema import ForwardKind, ModelShape
 
 PATHS = ("hss", *MISSES)

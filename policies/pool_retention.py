@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from policies.jit import jit
 from policies.knobs import require_choice
 from policies.pool import number_in_pool
-from policies.retention import equal_capacity
+from policies.retention import equal_capacity, lowest_first
 from tracer.schema import ModelShape
 
 POOLS = ("layer", "global")
@@ -99,36 +99,3 @@ def _leave(numbers, count, retained, scores, ties):
     lowest_first(numbers, count, scores, ties)
     for number in numbers[:count]:
         retained[number] = False
-
-
-@jit
-def _lower(a, b, scores, ties):
-    if scores[a] != scores[b]:
-        return scores[a] < scores[b]
-    if ties[a] != ties[b]:
-        return ties[a] < ties[b]
-    return a > b
-
-
-@jit
-def lowest_first(numbers, count, scores, ties):
-    """Move the `count` lowest of the numbers to the front, in no order: lower score, lower tie, higher number."""
-    last, low, high = count - 1, 0, numbers.size - 1  # quickselect
-    while 0 <= last < high and low < high:
-        pivot = numbers[(low + high) // 2]
-        left, right = low, high
-        while left <= right:
-            while _lower(numbers[left], pivot, scores, ties):
-                left += 1
-            while _lower(pivot, numbers[right], scores, ties):
-                right -= 1
-            if left <= right:
-                numbers[left], numbers[right] = numbers[right], numbers[left]
-                left += 1
-                right -= 1
-        if last <= right:
-            high = right
-        elif last >= left:
-            low = left
-        else:
-            break

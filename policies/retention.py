@@ -9,6 +9,8 @@ from policies.contract import PolicyError
 from policies.jit import jit
 from tracer.schema import ModelShape
 
+_RUN = 64  # members that are put in order at once, before runs are merged
+
 
 def equal_capacity(shape: ModelShape, slots: int) -> NDArray[np.int64]:
     """Split all slots equally over the layers, [L]; a remainder goes to the lower layers.
@@ -54,24 +56,39 @@ def by_priority(members, priority):
 
     Args:
         members: [E] bool, or counts that are not zero.
-        priority: [E] float64.
+        priority: [E] float64, must not hold NaN.
     """
     ids = ids_of(members)
-    gap = 1
-    while gap < ids.size // 3:
-        gap = 3 * gap + 1
-    while gap > 0:
-        for end in range(gap, ids.size):
-            expert, place = ids[end], end
-            while place >= gap:
-                other = ids[place - gap]
-                if priority[other] > priority[expert] or (priority[other] == priority[expert] and other < expert):
-                    break
-                ids[place] = other
-                place -= gap
-            ids[place] = expert
-        gap //= 3
-    return ids
+    order, keys = np.empty(ids.size, np.int64), np.empty(ids.size, np.float64)
+    for place in range(ids.size):
+        keys[place] = priority[ids[place]]
+    for start in range(0, ids.size, _RUN):
+        _order_run(ids[start : start + _RUN], keys[start : start + _RUN], order[start : start + _RUN])
+    width = _RUN
+    while width < ids.size:
+        ids, order = order, ids
+        for start in range(0, ids.size, 2 * width):
+            left, right = start, min(start + width, ids.size)
+            middle, end = right, min(right + width, ids.size)
+            for place in range(start, end):
+                is_left = right == end or (left < middle and priority[ids[left]] >= priority[ids[right]])
+                order[place] = ids[left] if is_left else ids[right]
+                left += is_left
+                right += not is_left
+        width *= 2
+    return order
+
+
+@jit
+def _order_run(ids, keys, order):
+    # branches would be guessed wrongly every other time, so who comes before whom is counted
+    for place in range(ids.size):
+        key, target = keys[place], 0
+        for other in range(ids.size):
+            target += keys[other] > key
+        for other in range(place):
+            target += keys[other] == key
+        order[target] = ids[place]
 
 
 @jit
@@ -93,12 +110,37 @@ def with_transfers(resident, transfers):
 
 
 @jit
-def _before(a, b, first, second):
-    if first[a] != first[b]:
-        return first[a] > first[b]
-    if second[a] != second[b]:
-        return second[a] > second[b]
-    return a < b
+def lowest_first(numbers, count, first, second):
+    """Move the `count` lowest of the numbers to the front, in no order: lower `first`, lower `second`, higher number.
+
+    Args:
+        numbers: distinct, changed in place.
+        count: how many, at least 0.
+        first: key of each number that decides; must not hold NaN.
+        second: key that breaks its ties.
+    """
+    last, low, high = count - 1, 0, numbers.size - 1  # quickselect
+    while 0 <= last < high and low < high:
+        middle = (low + high) // 2
+        pivot = numbers[middle]
+        numbers[middle] = numbers[high]
+        pivot_first, pivot_second = first[pivot], second[pivot]
+        place = low
+        for index in range(low, high):  # branches would be guessed wrongly every other time
+            number = numbers[index]
+            key, tie = first[number], second[number]
+            is_lower_tie = (tie < pivot_second) | ((tie == pivot_second) & (number > pivot))
+            numbers[index] = numbers[place]
+            numbers[place] = number
+            place += (key < pivot_first) | ((key == pivot_first) & is_lower_tie)
+        numbers[high] = numbers[place]
+        numbers[place] = pivot
+        if last < place:
+            high = place - 1
+        elif last > place:
+            low = place + 1
+        else:
+            break
 
 
 @jit
@@ -115,29 +157,11 @@ def best(candidates, count, first, second):
         [N] bool.
     """
     ids = ids_of(candidates)
-    last = count - 1  # quickselect: afterwards ids[:count] are the best, in no order
-    low, high = 0, ids.size - 1
-    while 0 <= last < high and low < high:
-        pivot = ids[(low + high) // 2]
-        left, right = low, high
-        while left <= right:
-            while _before(ids[left], pivot, first, second):
-                left += 1
-            while _before(pivot, ids[right], first, second):
-                right -= 1
-            if left <= right:
-                ids[left], ids[right] = ids[right], ids[left]
-                left += 1
-                right -= 1
-        if last <= right:
-            high = right
-        elif last >= left:
-            low = left
-        else:
-            break
+    num_others = max(ids.size - count, 0)
+    lowest_first(ids, num_others, first, second)
     selected = np.zeros(candidates.size, np.bool_)
-    for index in range(min(count, ids.size)):
-        selected[ids[index]] = True
+    for expert in ids[num_others:]:
+        selected[expert] = True
     return selected
 
 
