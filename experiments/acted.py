@@ -6,7 +6,7 @@ import polars as pl
 
 from policies.contract import Policy
 
-_UNSPLIT = ("h2d", "cpu")  # paths of misses with one side
+_UNSPLIT = ("h2d", "cpu", "log")  # paths of misses with one side, or that of whoever made the log
 
 
 def idle_mechanisms(policy: Policy, forwards: pl.DataFrame) -> list[str]:

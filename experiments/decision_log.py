@@ -132,17 +132,18 @@ class Comparison:
     @property
     def warnings(self) -> list[str]:
         """What the reader of the results should know, if anything."""
-        if not self._num_different:
+        if self._decisions is None or not self._decisions.has_prefetches:
             return []
         return [
-            f"at {self._num_different} of {self._num_rows} gates other experts were resident than in the log, because "
-            "prefetches landed at other times; plans were adapted"
+            "a log does not say which prefetches were urgent or whom they evicted, so they are queued as listed; at "
+            f"{self._num_different} of {self._num_rows} gates other experts were resident than in the log"
         ]
 
 
 def _table(path: Path) -> pa.Table:
     try:
-        return pq.read_table(path)
+        with path.open("rb") as file:
+            return pq.read_table(file)
     except OSError as error:
         raise PolicyError(f"{path}: cannot be read: {error.strerror or error}") from None
     except pa.ArrowException as error:

@@ -26,6 +26,8 @@ class PlainPolicy:
     """How misses are served, as tables show it. `h2d`: all are copied; a policy that uses the CPU says another word."""
     prefetches: ClassVar[bool] = False
     """Plans may name prefetches. `start` then sets `self.score`, which ranks residents that could make room."""
+    resizes: ClassVar[bool] = False
+    """`after_forward` may move slots between layers."""
     reads_signals: ClassVar[bool] = False
     """`decide` reads `step.signals`; a trace without them is refused."""
     clairvoyant: ClassVar[bool] = False

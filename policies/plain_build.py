@@ -59,19 +59,18 @@ def built_of(kind: type[PlainPolicy], make: Callable[[], PlainPolicy], context: 
     if first.reads_signals and not context.has_signals:
         raise PolicyError(f"{kind.__name__} reads signals, which this trace lacks")
     seen = context if first.clairvoyant else replace(context, passes=())
-    resizes = kind.after_forward is not PlainPolicy.after_forward
     return Policy(
         kind.__name__,
         _Params(code, make, seen),
         _init,
         _decide,
-        _boundary if resizes else None,
+        None if kind.after_forward is PlainPolicy.after_forward else _boundary,
         pool=first.pool,
         misses=first.misses,
         reads_estimates=True,  # nobody knows what it reads
         reads_signals=first.reads_signals,
         prefetches=first.prefetches,
-        resizes=resizes,
+        resizes=first.resizes,
         clairvoyant=first.clairvoyant,
     )
 
@@ -248,6 +247,8 @@ def _boundary(params: _Params, state: _State, end: End, view: View) -> tuple[NDA
         check_boundary(*answer, end, view)
     except PlanError as error:
         raise PlanError(f"{error}; decided by after_forward in {where}") from error
+    if not (state.own.resizes or np.array_equal(answer[0], view.capacity)):
+        raise PlanError(f"{place_of(end)}: {where}: slots move between layers; the class must say resizes = True")
     return answer
 
 

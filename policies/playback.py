@@ -159,8 +159,10 @@ def _adapted(params: Params, state: State, step: Step, view: View, row: int, ret
     at, experts = lists["prefetch_layers"][row], lists["prefetch_experts"][row]
     is_new = ~(view.resident[at, experts] | view.in_flight[at, experts])
     prefetches = np.stack([at[is_new], experts[is_new]], axis=1)
-    wanted = state.score[at, experts]
-    state.score[at, experts] = np.maximum(wanted, 0.5)  # over residents that the log does not find again
+    for other, expert in zip(at.tolist(), experts.tolist(), strict=True):
+        following = row - layer + other + (decisions.num_layers if other <= layer else 0)
+        if following < len(decisions) and expert in lists["transfers"][following]:
+            state.score[other, expert] = 0.5  # was late: over residents that the log does not find again
     priority = np.zeros((len(prefetches), 2))
     return Plan(transfers, on_cpu, retained, prefetches, priority, params.clear_prefetches, params.prefetch_delay_ns)
 

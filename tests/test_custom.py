@@ -282,6 +282,8 @@ def test_a_prefetching_one_prefetches():
 
 def test_slots_move_and_residents_at_the_start_count():
     class Moves(Recent):
+        resizes = True
+
         def start(self, shape, slots):
             super().start(shape, slots)
             resident = np.zeros(self.last.shape, bool)
@@ -304,6 +306,12 @@ def test_slots_move_and_residents_at_the_start_count():
     assert np.flatnonzero(decisions[0].resident).tolist() == [0, 1]
     assert [decision.capacity for decision in decisions[3:9]] == [6, 6, 6, 5, 7, 6]
     assert policy.resizes
+
+    class Silently(Moves):
+        resizes = False
+
+    with pytest.raises(PlanError, match=r"forward 1, after the last layer: test_custom.py, line \d+: slots move between"):
+        list(drive(build_policy_of(Silently, shape, passes), passes, shape, 18, ESTIMATES))
 
 
 def test_only_what_is_clairvoyant_sees_the_run():
