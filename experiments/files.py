@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import secrets
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,6 +18,7 @@ import pyarrow.parquet as pq
 from experiments.errors import ConfigError
 from experiments.identity import differences
 from policies.log import LAYER_COLUMNS, LAYER_LISTS, LogChunk
+from tracer.exchange import partial_beside, put_back, take_place
 from tracer.records import read_object
 from tracer.schema import TraceError
 
@@ -68,8 +67,9 @@ class RunFiles:
     def __enter__(self) -> RunFiles:
         if self._directory is not None:
             self._final = self._directory.resolve()  # of a link, what it points to is replaced
+            put_back(self._final)
             self._check_target(self._directory)
-            self._partial = self._final.with_name(f".{self._final.name}.partial-{secrets.token_hex(4)}")
+            self._partial = partial_beside(self._final)
             self._made = [path for path in self._final.parents if not path.exists()]
             self._partial.mkdir(parents=True)
         return self
@@ -117,7 +117,8 @@ class RunFiles:
             write_parquet(forwards, self._partial / RESULT)
         for name, values in ((MANIFEST, manifest), (SUMMARY, summary)):
             (self._partial / name).write_text(json.dumps(values, indent=2) + "\n")
-        self._take_place(self._directory)
+        shown = self._directory
+        take_place(self._partial, self._final, lambda: self._check_target(shown))
 
     def _check_target(self, shown: Path) -> None:
         if not self._final.exists():
@@ -133,25 +134,6 @@ class RunFiles:
         found = None if self._overwrite else read_run(self._final)
         if found is not None and (keys := differences(found.manifest.get("config", {}), self._config)):
             raise ConfigError(f"{shown}: holds a run with another {', '.join(keys)}; output.overwrite=true replaces it")
-
-    def _take_place(self, shown: Path) -> None:
-        moved: list[Path] = []
-        while True:
-            self._check_target(shown)  # again: another run may have ended here meanwhile
-            try:
-                self._partial.rename(self._final)  # as long as nothing is there, or an empty directory
-                break
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    if moved:
-                        moved[-1].rename(self._final)
-                    raise
-            replaced = self._final.with_name(f".{self._final.name}.replaced-{secrets.token_hex(4)}")
-            with suppress(FileNotFoundError):  # another run is doing the same
-                self._final.rename(replaced)
-                moved.append(replaced)
-        for path in moved:
-            shutil.rmtree(path)
 
 
 def write_parquet(table: pl.DataFrame, path: Path) -> None:

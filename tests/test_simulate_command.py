@@ -368,17 +368,16 @@ def test_equal_runs_that_end_together_leave_one_of_them(trace, tmp_path, monkeyp
     assert {path.name for path in Path("out").iterdir()} == FILES
 
 
-@pytest.mark.parametrize(("attempt", "lies_at"), [(1, "out"), (2, ".out.replaced-")])
-def test_a_run_that_is_killed_leaves_no_half_of_one(trace, tmp_path, attempt, lies_at):
+@pytest.mark.parametrize("renamed", ["out", ".out.partial-"])
+def test_a_run_that_is_killed_leaves_no_half_of_one_and_the_next_finds_the_old(trace, tmp_path, renamed):
     code = f"""
 import os, signal
 from pathlib import Path
 from experiments.run import simulate
 simulate({str(trace)!r}, "lru", 6, output="out")
-rename, attempts = Path.rename, []
+rename = Path.rename
 def killed(path, target):
-    attempts.extend([path] * (".partial-" in path.name))
-    if len(attempts) == {attempt}:
+    if path.name.startswith({renamed!r}):
         os.kill(os.getpid(), signal.SIGKILL)
     return rename(path, target)
 Path.rename = killed
@@ -386,9 +385,12 @@ simulate({str(trace)!r}, "lfu", 6, output="out", overwrite=True)
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == -9
     found = {json.loads((path / "summary.json").read_text())["policy"]: path for path in tmp_path.iterdir()}
-    assert found["lru"].name.startswith(lies_at)
+    assert found["lru"].name.startswith("out" if renamed == "out" else ".out.replaced-")
     assert found["lfu"].name.startswith(".out.partial-")
     assert all({file.name for file in path.iterdir()} == FILES for path in found.values())
+    finished = command(main, f"trace={trace}", "output.dir=out", "policy=lfu", "cache.slots_per_layer=6")
+    assert "out: holds a run with another" in finished.err
+    assert json.loads(Path("out/summary.json").read_text())["policy"] == "lru"
 
 
 def test_a_setting_that_json_cannot_hold_is_refused_before_the_run(trace):

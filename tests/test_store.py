@@ -545,6 +545,22 @@ def test_changed_bytes_are_found_while_streaming(trace):
         list(TraceReader(trace))
 
 
+@pytest.mark.parametrize("table", TABLES)
+def test_a_changed_byte_of_any_column_is_found_by_its_checksum(trace, table):
+    path = trace / f"{table}.parquet"
+    content = path.read_bytes()
+    with pq.ParquetFile(path) as file:
+        group = file.metadata.row_group(2)
+        chunks = [group.column(i) for i in range(group.num_columns)]
+    for chunk in chunks:
+        first = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
+        changed = bytearray(content)
+        changed[first + chunk.total_compressed_size - 1] ^= 1
+        path.write_bytes(changed)
+        with pytest.raises(TraceError, match=rf"{table}.parquet, row group 2: cannot be read: .*CRC checksum"):
+            list(TraceReader(trace).passes(signals=True))
+
+
 def metadata_edit(**changes):
     def edit(text):
         return json.dumps(json.loads(text) | changes).encode()
@@ -570,12 +586,28 @@ def metadata_edit(**changes):
         (metadata_edit(source=5), "metadata: source '5'"),
         (metadata_edit(source=None), "metadata: source is None, must be text"),
         (metadata_edit(content_hash=[]), r"metadata: content_hash is \[\], must be text"),
-        (metadata_edit(num_requests=float("inf")), "metadata: num_requests is inf, must be a whole number"),
+        (metadata_edit(num_requests=float("inf")), "metadata: Infinity is no number of JSON"),
+        (lambda text: text.replace(b'"num_requests": 3', b'"num_requests": 1e999'), "num_requests is inf, must be a"),
+        (metadata_edit(details={"training": "x"}), "metadata: details.training is 'x', must be keys and values"),
+        (metadata_edit(details={"training": [1]}), r"details.training is \[1\], must be keys and values"),
+        (metadata_edit(details={"training": {"minutes": "long"}}), "details.training.minutes is 'long', must be a num"),
+        (metadata_edit(details={"training": {"minutes": [1]}}), r"details.training.minutes is \[1\], must be a number"),
+        (metadata_edit(details={"training": {"minutes": True}}), "details.training.minutes is True, must be a number"),
+        (metadata_edit(details={"training": {"minutes": 10**400}}), "details.training.minutes is 1000.*, must be a nu"),
+        (metadata_edit(details={"training": {"minutes": -1}}), "details.training.minutes is -1, must be a number from"),
+        (metadata_edit(details={"training": {"minutes": float("nan")}}), "metadata: NaN is no number of JSON"),
+        (metadata_edit(details={"checkpoint_hash": 5}), "details.checkpoint_hash is 5, must be text"),
+        (metadata_edit(details={"merged": "x"}), "details.merged is 'x', must be keys and values"),
+        (metadata_edit(details={"merged": {"content_hashes": "ab"}}), "content_hashes is 'ab', must be a list"),
+        (metadata_edit(details={"merged": {"content_hashes": [1]}}), r"content_hashes is \[1\], must be a list of te"),
+        (metadata_edit(decode={"block_length": "x"}), "decode.block_length is 'x', must be a whole number"),
+        (metadata_edit(decode={"threshold": {}}), r"decode.threshold is \{\}, must be a number from 0 to 1e\+12"),
         (metadata_edit(details=3), "metadata: details is 3, must hold keys and values"),
         (metadata_edit(source="proxy:\ud800"), "metadata: .*surrogates not allowed"),
         (lambda text: b"[" * 100_000, "metadata: maximum recursion depth"),
         (metadata_edit(num_passes=3), "passes; its metadata says 3"),
-        (lambda text: text.replace(b'"gate_scale": 2.5', b'"gate_scale": NaN'), "shape: gate_scale is nan, must be"),
+        (lambda text: text.replace(b'"gate_scale": 2.5', b'"gate_scale": NaN'), "metadata: NaN is no number of JSON"),
+        (lambda text: text.replace(b'"gate_scale": 2.5', b'"gate_scale": 1e999'), "shape: gate_scale is inf, must be"),
         (lambda text: text.replace(b'"gate_scale": 2.5', b'"gate_scale": 0'), "shape: gate_scale is 0, must be"),
         (lambda text: text.replace(b'"layer_ids": [1,', b'"layer_ids": [-1,'), "shape: layer_ids must be ascending"),
         (metadata_edit(num_requests=99), "3 requests; its metadata says 99"),
@@ -711,6 +743,32 @@ def test_wrong_rows_are_refused_with_their_place(trace, table, column, change_ro
     set_values(trace, table, column, change_rows)
     with pytest.raises(TraceError, match=message):
         list(TraceReader(trace).passes(signals=True))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("kv_len", 0, r"pass \d+, request 0: kv_len falls: found 0 after \d+; allowed is never less within a request"),
+        ("kv_len", 2**31 - 1, r"pass \d+, request 0: kv_len falls: found \d+ after 2147483647"),
+        ("iteration", 7, "request 0: iteration jumps: found 7 after 0; allowed is one more each time"),
+        ("block", 0, "request 0: iteration jumps: found 1 first in block 0; allowed is 0 at the start of a block"),
+        ("block", 2, "request 0: iteration jumps: found 1 first in block 2; allowed is 0 at the start of a block"),
+    ],
+)
+@pytest.mark.parametrize("group_ids", [1, 1 << 20])
+def test_a_forward_that_does_not_continue_its_request_is_refused(
+    tmp_path, monkeypatch, group_ids, column, value, message
+):
+    monkeypatch.setattr(store, "MAX_GROUP_IDS", group_ids)
+    trace = write(tmp_path / "x.trace", *random_passes(np.random.default_rng(4), num_requests=2, block_length=8))
+    place = {"request": 0, "block": 1, "iteration": 1}
+
+    def in_block_1(rows):
+        return {next(i for i, row in enumerate(rows) if row | place == row): value}
+
+    set_values(trace, "forwards", column, in_block_1)
+    with pytest.raises(TraceError, match=message):
+        list(TraceReader(trace))
 
 
 def test_a_negative_position_is_refused(trace):

@@ -1,10 +1,10 @@
-"""What a sound trace never shows, though its rows fit together: the checks that only the doctor makes."""
+"""What a sound trace never shows, though its rows fit together: `Order` is for reader and doctor, the rest costs more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,20 +36,67 @@ def check_repeated_rows(group: Group, layout: Layout, shape: ModelShape) -> Iter
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Forward:
-    """What the next forward of the same request is compared with; without arrays where that was too long ago."""
+class Order:
+    """Compares block, iteration and committed positions of each forward with those of the one before of its request."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, _Progress] = {}
+
+    def forget(self) -> None:
+        """Start anew after rows that could not be read."""
+        self._last.clear()
+
+    def check(self, group: Group) -> Iterator[Finding]:
+        """Check the next group, whose rows fit together."""
+        names = ("pass_id", "request", "block", "iteration", "kv_len")
+        for pass_id, request, *reached in zip(*(group.forwards[name].tolist() for name in names), strict=True):
+            now = _Progress(*reached)
+            yield from _check_order(self._last.get(request), now, pass_id, request)
+            self._last[request] = now
+
+
+class _Progress(NamedTuple):
+    """Where a request is."""
 
     block: int
     iteration: int
     kv_len: int
-    tokens: Columns | None
-    expert_ids: NDArray[Any] | None = None  # [L * T, K]
-    gates: NDArray[Any] | None = None  # [L * T, K]
+
+
+def _check_order(before: _Progress | None, now: _Progress, pass_id: int, request: int) -> Iterator[Finding]:
+    def one(what: str, found: str, allowed: str, severity: str = "error") -> Finding:
+        return Finding(severity, what, allowed, 1, (Place(found, pass_id, request),))
+
+    if before is None or now.block != before.block:
+        if now.iteration:
+            yield one("iteration jumps", f"{now.iteration} first in block {now.block}", "0 at the start of a block")
+    elif now.iteration != before.iteration + 1 and (now.block >= 0 or now.iteration):
+        yield one("iteration jumps", f"{now.iteration} after {before.iteration}", "one more each time")
+    if before is None:
+        return
+    if now.block < before.block:
+        yield one("block goes back", f"{now.block} after {before.block}", "ascending blocks within a request")
+    elif now.block > before.block + 1 and before.block >= 0:
+        yield one("block skipped", f"{now.block} after {before.block}", "each block in turn", "warning")
+    if now.kv_len < before.kv_len:
+        yield one("kv_len falls", f"{now.kv_len} after {before.kv_len}", "never less within a request")
+
+
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """What the next forward of the same request is compared with."""
+
+    block: int
+    tokens: Columns
+    expert_ids: NDArray[Any]  # [L * T, K]
+    gates: NDArray[Any]  # [L * T, K]
 
 
 class Continuity:
-    """Compares each forward with the one before of its request, over the groups of a trace in order."""
+    """Compares tokens and routing of each forward with those of the one before of its request, over groups in order.
+
+    A request that was not in the group before is not compared: its arrays are no longer held.
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
@@ -71,34 +118,25 @@ class Continuity:
             rows = slice(start * num_layers, stop * num_layers)
             now = _Forward(
                 block=int(forwards["block"][row]),
-                iteration=int(forwards["iteration"][row]),
-                kv_len=int(forwards["kv_len"][row]),
                 tokens={name: values[start:stop] for name, values in group.tokens.items()},
                 expert_ids=group.routing["expert_ids"][rows],
                 gates=group.routing["gates"][rows],
             )
-            place = (int(forwards["pass_id"][row]), request)
-            yield from _check_order(self._last.get(request), now, place)
             if request in self._last:
                 yield from _check_tokens(self._last[request], now)
-                yield from self._check_stale(self._last[request], now, place)
+                yield from self._check_stale(self._last[request], now, (int(forwards["pass_id"][row]), request))
             self._last[request] = now
             seen.add(request)
             start = stop
-        self._last = {
-            r: _copy(last) if r in seen else _Forward(last.block, last.iteration, last.kv_len, None)
-            for r, last in self._last.items()
-        }
+        self._last = {request: _copy(self._last[request]) for request in seen}
 
     def _check_stale(self, before: _Forward, now: _Forward, place: tuple[int, int]) -> Iterator[Finding]:
-        if before.tokens is None or before.expert_ids is None or now.expert_ids is None or now.tokens is None:
-            return
         comparable = before.expert_ids.shape == now.expert_ids.shape and now.expert_ids.size >= MIN_EVIDENCE
         if not comparable or self._shape.top_k == self._shape.num_experts:
             return
         same_input = all(np.array_equal(before.tokens[name], now.tokens[name]) for name in ("position", "token_id_in"))
         same_ids = np.array_equal(before.expert_ids, now.expert_ids)
-        if not same_input and same_ids and np.array_equal(before.gates, now.gates):  # type: ignore[arg-type]
+        if not same_input and same_ids and np.array_equal(before.gates, now.gates):
             found = Place("the routing of the request's previous forward in every layer", *place)
             what = "stale routing, though the input changed"
             yield Finding("error", what, "routing that differs in some layer", 1, (found,))
@@ -106,38 +144,13 @@ class Continuity:
 
 def _copy(forward: _Forward) -> _Forward:
     """The same without holding on to the arrays of the group."""
-    return _Forward(
-        forward.block,
-        forward.iteration,
-        forward.kv_len,
-        {name: values.copy() for name, values in forward.tokens.items()} if forward.tokens is not None else None,
-        forward.expert_ids.copy() if forward.expert_ids is not None else None,
-        forward.gates.copy() if forward.gates is not None else None,
-    )
-
-
-def _check_order(before: _Forward | None, now: _Forward, place: tuple[int, int]) -> Iterator[Finding]:
-    def one(what: str, found: str, allowed: str, severity: str = "error") -> Finding:
-        return Finding(severity, what, allowed, 1, (Place(found, *place),))
-
-    if before is None or now.block != before.block:
-        if now.iteration:
-            yield one("iteration jumps", f"{now.iteration} first in block {now.block}", "0 at the start of a block")
-    elif now.iteration != before.iteration + 1 and (now.block >= 0 or now.iteration):
-        yield one("iteration jumps", f"{now.iteration} after {before.iteration}", "one more each time")
-    if before is None:
-        return
-    if now.block < before.block:
-        yield one("block goes back", f"{now.block} after {before.block}", "ascending blocks within a request")
-    elif now.block > before.block + 1 and before.block >= 0:
-        yield one("block skipped", f"{now.block} after {before.block}", "each block in turn", "warning")
-    if now.kv_len < before.kv_len:
-        yield one("kv_len falls", f"{now.kv_len} after {before.kv_len}", "never less within a request")
+    tokens = {name: values.copy() for name, values in forward.tokens.items()}
+    return _Forward(forward.block, tokens, forward.expert_ids.copy(), forward.gates.copy())
 
 
 def _check_tokens(before: _Forward, now: _Forward) -> Iterator[Finding]:
     """Masks of a block only go, each where a token was accepted; an edit alone may bring one back."""
-    if before.tokens is None or now.tokens is None or before.block != now.block or now.block < 0:
+    if before.block != now.block or now.block < 0:
         return
     _, old, new = np.intersect1d(
         before.tokens["position"], now.tokens["position"], assume_unique=True, return_indices=True

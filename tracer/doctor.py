@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from glob import escape
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from tracer import consistency
 from tracer.checks import MAX_PLACES, Finding, Place, lay_out
+from tracer.exchange import put_back
 from tracer.files import Footer, open_groups, read_footer, tables_in
 from tracer.schema import SCHEMA_VERSION, TraceError, TraceMetadata
 from tracer.shipped import find_trace
@@ -125,6 +127,7 @@ def check(path: Path | str) -> Report:
     """Examine a trace in bounded memory; whatever is wrong becomes a finding, and the rest is examined still."""
     report = Report(Path(path))
     directory = report.path
+    put_back(directory)
     if not directory.is_dir():
         report.note("no trace", f"no directory {directory}", "a directory of Parquet tables")
         return report
@@ -144,7 +147,7 @@ def check(path: Path | str) -> Report:
 def _check_leftovers(report: Report) -> None:
     directory = report.path.absolute()
     for kind, advice in (("partial", "an interrupted writer"), ("replaced", "an interrupted overwrite")):
-        for left in sorted(directory.parent.glob(f".{directory.name}.{kind}-*")):
+        for left in sorted(directory.parent.glob(f".{escape(directory.name)}.{kind}-*")):
             what = "leftover beside the trace"
             report.note(what, f"{left}, of {advice}", "none; delete it when no writer is at work", "warning")
 
@@ -171,7 +174,7 @@ def _check_groups(report: Report, footers: dict[str, Footer], whole: bool) -> No
     first = footers["forwards"]
     metadata = first.metadata
     content = ContentHash()
-    continuity = consistency.Continuity(metadata.shape)
+    order, continuity = consistency.Order(), consistency.Continuity(metadata.shape)
     last_pass = -1
     with open_groups(report.path, metadata, signals="signals" in footers) as read:
         for index in range(len(first.rows)):
@@ -179,6 +182,7 @@ def _check_groups(report: Report, footers: dict[str, Footer], whole: bool) -> No
                 group = read(index)
             except TraceError as error:
                 report.note("row group that cannot be read", str(error), "whole row groups")
+                order.forget()
                 continuity.forget()
                 whole = False
                 continue
@@ -190,10 +194,12 @@ def _check_groups(report: Report, footers: dict[str, Footer], whole: bool) -> No
             report.add(findings)
             report.add(check_rows(group, metadata))
             if layout is None:
+                order.forget()
                 continuity.forget()
             else:
                 report.add(check_forwards(group, layout.token_forward, metadata.shape))
                 report.add(consistency.check_repeated_rows(group, layout, metadata.shape))
+                report.add(order.check(group))
                 report.add(continuity.check(group))
             last_pass = max(last_pass, int(group.forwards["pass_id"].max(initial=-1)))
     if not whole:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -120,9 +120,13 @@ def read_footer(directory: Path, table: str) -> Footer:
     return Footer(metadata, num_passes, num_requests, rows, path.stat().st_size)
 
 
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def _parse_metadata(path: Path, text: bytes) -> tuple[TraceMetadata, int, int]:
     try:
-        record = json.loads(text)
+        record = json.loads(text, parse_constant=_refuse_constant)
         json.dumps(record, ensure_ascii=False).encode()  # half a character cannot be shown
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: metadata: {first_line(error)}") from error

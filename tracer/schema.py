@@ -103,6 +103,31 @@ class ModelShape:
         return 3 * self.hidden * self.expert_intermediate * WEIGHT_BITS[weight_dtype or self.weight_dtype] // 8
 
 
+_NUMBER = (int, float)
+_WORDS = {
+    (int,): "a whole number from 0 to 1e+12",
+    _NUMBER: "a number from 0 to 1e+12",
+    (str,): "text",
+    (dict,): "keys and values",
+    (list,): "a list",
+}
+# What is read again of `decode` and `details`, outer values first; each may be missing.
+_READ_AGAIN: dict[str, tuple[type, ...]] = {
+    "decode.block_length": (int,),
+    "decode.threshold": _NUMBER,
+    "details.checkpoint_hash": (str,),
+    "details.training": (dict,),
+    "details.training.minutes": _NUMBER,
+    "details.merged": (dict,),
+    "details.merged.content_hashes": (list,),
+}
+
+
+def _is_one_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    is_number = isinstance(value, _NUMBER)
+    return isinstance(value, kinds) and not isinstance(value, bool) and (not is_number or 0 <= value <= 1e12)
+
+
 @dataclass(frozen=True)
 class TraceMetadata:
     """Key-value metadata that every file of a trace carries.
@@ -110,7 +135,7 @@ class TraceMetadata:
     `source` is `model:<name>`, `proxy:<name>`, `synthetic:<generator>` or `import:<format>`. `content_hash` is a
     SHA-256 over the recorded values, filled in by the writer; what tells traces apart is `files.metadata_hash`, as the
     same values mean another thing under another shape. `details` holds what else is worth keeping: engine
-    and library versions, checkpoint hash, mask and eos ids, mask mode, device.
+    and library versions, checkpoint hash, mask and eos ids, mask mode, device; what is read again is checked.
     """
 
     shape: ModelShape
@@ -129,6 +154,21 @@ class TraceMetadata:
             raise TraceError(f"gate_dtype {self.gate_dtype!r}: allowed are {', '.join(GATE_DTYPES)}")
         if self.schema_version != SCHEMA_VERSION:
             raise TraceError(f"trace format {self.schema_version}: this version reads format {SCHEMA_VERSION}")
+        for path, kinds in _READ_AGAIN.items():
+            value = self._at(path)
+            if value is not None and not _is_one_of(value, kinds):
+                raise TraceError(f"{path} is {value!r}, must be {_WORDS[kinds]}")
+        hashes = self._at("details.merged.content_hashes") or []
+        if not all(isinstance(content_hash, str) for content_hash in hashes):
+            raise TraceError(f"details.merged.content_hashes is {hashes!r}, must be a list of texts")
+
+    def _at(self, path: str) -> Any:
+        """The value at a dotted path, None where there is none."""
+        group, *keys = path.split(".")
+        value = getattr(self, group)
+        for key in keys:
+            value = None if value is None else value.get(key)
+        return value
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from tracer.exchange import put_back
 from tracer.schema import TraceError, choices
 
 DATA_DIRECTORY = Path(__file__).parent / "data"
@@ -34,8 +35,10 @@ def _find(what: str, name_or_path: str, shipped: Mapping[str, Path]) -> Path:
     if name_or_path in shipped:
         return shipped[name_or_path]
     path = Path(name_or_path)
-    if name_or_path and path.is_dir():
-        return path
+    if name_or_path:
+        put_back(path)
+        if path.is_dir():
+            return path
     raise TraceError(
         f"{what} {name_or_path!r}: no such directory, nor a shipped {what}; {choices(name_or_path, shipped)}"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from tracer.checks import lay_out
+from tracer.consistency import Order
+from tracer.exchange import partial_beside, put_back, take_place
 from tracer.files import (
     METADATA_KEY,
     PARQUET_ERRORS,
@@ -65,6 +66,7 @@ class TraceWriter:
         self.path = Path(path)
         self._metadata = metadata
         self._overwrite = overwrite
+        put_back(self.path)
         self._check_target()
         dump_metadata(metadata, 0, 0)  # what JSON cannot hold is refused before the work, not after it
         self._hash = ContentHash()
@@ -76,7 +78,7 @@ class TraceWriter:
         self._last_requests = np.empty(0, np.int64)
         self._num_passes = 0
         self._requests: set[int] = set()
-        self._partial = self.path.parent / f".{self.path.name}.partial-{secrets.token_hex(4)}"
+        self._partial = partial_beside(self.path)
         self._open = True
         try:
             self._partial.mkdir(parents=True)
@@ -137,8 +139,7 @@ class TraceWriter:
                 with (self._partial / f"{table}.parquet").open("r+b") as file:
                     os.fsync(file.fileno())
             _sync_directory(self._partial)
-            self._check_target()
-            self._take_name()
+            take_place(self._partial, self.path, self._check_target)
             self._open = False
             _sync_directory(self.path.parent)
 
@@ -168,19 +169,6 @@ class TraceWriter:
                 self._writers[table].write_table(rows, row_group_size=rows.num_rows)
         self._pending = []
         self._pending_ids = 0
-
-    def _take_name(self) -> None:
-        if not self.path.exists():
-            self._partial.rename(self.path)
-            return
-        replaced = self._partial.with_name(self._partial.name.replace(".partial-", ".replaced-"))
-        self.path.rename(replaced)
-        try:
-            self._partial.rename(self.path)
-        except OSError:
-            replaced.rename(self.path)
-            raise
-        shutil.rmtree(replaced)
 
     @contextmanager
     def _whole_or_gone(self) -> Iterator[None]:
@@ -220,9 +208,13 @@ def _sync_directory(path: Path) -> None:
 class TraceReader:
     """Streams the passes of a trace, row group by row group; opening reads only the ends of the files.
 
+    Bytes that changed on disk are found by the checksums of their pages. Values that were changed by a tool which wrote
+    new checksums are found as far as they contradict each other, and otherwise by the doctor alone, who compares
+    the hash over all values.
+
     Raises:
-        TraceError: the directory does not hold a whole trace; while streaming, rows that do not make a pass, with
-            pass, request and layer.
+        TraceError: the directory does not hold a whole trace; while streaming, a page with a wrong checksum, rows that
+            do not make a pass, or a forward that does not continue its request, with pass, request and layer.
     """
 
     metadata: TraceMetadata
@@ -233,6 +225,7 @@ class TraceReader:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        put_back(self.path)
         if not self.path.is_dir():
             raise TraceError(f"{self.path}: no such directory; a trace is a directory of Parquet tables")
         footers = {table: read_footer(self.path, table) for table in tables_in(self.path)}
@@ -263,6 +256,7 @@ class TraceReader:
         last_pass = -1
         num_passes = 0
         requests: set[int] = set()
+        order = Order()
         with open_groups(self.path, self.metadata, signals=signals) as read:
             for index in range(self._num_groups):
                 group = read(index)
@@ -270,7 +264,9 @@ class TraceReader:
                 if layout is None:
                     raise TraceError(f"{self.path}: {findings[0]}")
                 for finding in chain(
-                    check_rows(group, self.metadata), check_forwards(group, layout.token_forward, shape)
+                    check_rows(group, self.metadata),
+                    check_forwards(group, layout.token_forward, shape),
+                    order.check(group),
                 ):
                     if finding.severity == "error":
                         raise TraceError(f"{self.path}: {finding}")
