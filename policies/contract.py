@@ -122,7 +122,7 @@ class Policy:
         reads_signals: decisions depend on `step.signals`, which other policies are not given.
         clairvoyant: was built from the trace that it is run on.
         warnings: what the person who reads the results should know about this policy on this trace.
-        file: that it was made from, where it is not of an installed package.
+        file: that it was made from, where it is not one of ours.
     """
 
     name: str

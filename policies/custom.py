@@ -7,7 +7,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -49,7 +49,7 @@ def build_custom(values: Mapping[str, Any] | Knobs, context: Context) -> Policy:
     if not isinstance(values, Knobs):
         values = make_record(Knobs, values, "policy=custom", PolicyError)
     kind = load(Path(values.path), values.name)
-    return replace(build_from(module_of(kind), kind.__name__, values.knobs, context), file=values.path)
+    return build_from(module_of(kind), kind.__name__, values.knobs, context)
 
 
 def load(path: Path, name: str | None = None) -> type[PlainPolicy]:

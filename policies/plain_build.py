@@ -72,6 +72,7 @@ def built_of(kind: type[PlainPolicy], make: Callable[[], PlainPolicy], context: 
         prefetches=first.prefetches,
         resizes=first.resizes,
         clairvoyant=first.clairvoyant,
+        file=code.path if Path(code.path).is_file() else "",
     )
 
 

@@ -9,10 +9,13 @@ import polars as pl
 import pytest
 from commands import command
 from hydra.core.config_store import ConfigStore
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from recorded import write
 from reference import ESTIMATES, answers, context_of, shape_of
 from scripted import layer_rows, make_costs
-from strategies import random_passes
+from strategies import random_passes, traces
+from watched import WatchedSlots, check_laws
 
 from experiments.errors import ConfigError
 from experiments.policy import built
@@ -280,6 +283,24 @@ def test_a_prefetching_one_prefetches():
     assert policy.prefetches
 
 
+@settings(max_examples=15)
+@given(traces(max_experts=10, max_requests=2, max_block=4), st.integers(1, 10), st.sampled_from(["layer", "global"]))
+def test_what_keep_best_and_plan_make_keeps_to_the_laws(trace, capacity, pool):
+    class Pooled(Ahead):
+        pass
+
+    Pooled.pool = pool
+    shape, passes = trace
+    slots = min(capacity, shape.num_experts) * shape.num_layers
+    copies = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(des, "Slots", WatchedSlots)
+        costs = make_costs(h2d_latency_ns=30.0, policy_ns=3)
+        policy = build_policy_of(Pooled, shape, passes)
+        rows = layer_rows(des.simulate(passes, policy, shape, slots, costs, ESTIMATES, on_copy=copies.append))
+    check_laws(rows, copies, costs.policy_ns)
+
+
 def test_slots_move_and_residents_at_the_start_count():
     class Moves(Recent):
         resizes = True
@@ -310,7 +331,9 @@ def test_slots_move_and_residents_at_the_start_count():
     class Silently(Moves):
         resizes = False
 
-    with pytest.raises(PlanError, match=r"forward 1, after the last layer: test_custom.py, line \d+: slots move between"):
+    with pytest.raises(
+        PlanError, match=r"forward 1, after the last layer: test_custom.py, line \d+: slots move between"
+    ):
         list(drive(build_policy_of(Silently, shape, passes), passes, shape, 18, ESTIMATES))
 
 
@@ -457,6 +480,9 @@ def test_simulate_takes_classes_and_objects(run):
     assert one == two
     assert (one["policy"], one["variant"]) == ("Recent", "decay=0.5")
     assert not hasattr(own, "last")  # runs work on copies
+    manifest = simulate("small.trace", own, 6, shape="llada2.0-mini").manifest
+    assert manifest["config"]["policy"] == {"name": "Recent", "knobs": {}, "variant": "decay=0.5"}
+    assert manifest["policy"]["file"]["path"] == __file__
     file = simulate(
         "small.trace", "custom", 6, shape="llada2.0-mini", knobs={"path": "mine.py", "knobs": {"decay": 0.5}}
     ).summary

@@ -138,9 +138,7 @@ def test_an_expert_that_is_there_is_not_copied_again(directory):
     row = next(r for r in range(9, len(log)) if r % 3 and len(log["hits"][r]))
     hits, transfers = log["hits"][row].to_list(), log["transfers"][row].to_list()
     again = with_list(with_list(log, "hits", row, hits[1:]), "transfers", row, [*transfers, hits[0]])
-    with pytest.raises(
-        PolicyError, match=rf"layer {row % 3}: the log copies experts \[{hits[0]}\], which"
-    ):
+    with pytest.raises(PolicyError, match=rf"layer {row % 3}: the log copies experts \[{hits[0]}\], which"):
         played(directory, again)
 
 
