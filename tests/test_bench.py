@@ -1,11 +1,15 @@
 import json
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments import bench, bench_decide
-from policies.registry import POLICIES
+from experiments.calibration import context_of
+from experiments.profiles import load_profile
+from policies.registry import POLICIES, build_policy
 from tracer.shipped import find_trace
 from tracer.store import TraceReader, TraceWriter
 
@@ -58,6 +62,29 @@ def test_every_policy_that_the_trace_allows_is_measured(tmp_path, capsys):
     assert "Not measured: gate_ahead needs ahead_ids of the table signals, which this trace lacks" in refused
     assert set(measured) < set(POLICIES)
     assert len(measured) + len(refused) == len(POLICIES)
+
+
+@pytest.mark.parametrize("name", ["oled", "gate_ahead", "ideal_free", "moe_infinity"])
+def test_asked_again_a_policy_answers_the_same(name):
+    reader = TraceReader(find_trace("proxy-tiny"))
+    shape = reader.metadata.shape
+    passes = list(islice(reader.passes(signals=True), 40))
+    costs = load_profile("rtx5090").costs(shape, shape.expert_bytes(), name)
+    built = build_policy(name, {}, context_of(reader, 3)[0])
+    plans = []
+
+    def decide(*arguments):
+        plan = built.decide(*arguments)
+        plans.append(tuple(map(np.copy, plan)))
+        return plan
+
+    watched = replace(built, decide=decide)
+    run = bench_decide.record(watched, passes, shape, 36, costs)
+    first, plans = plans, []
+    assert len(first) == 40 * NUM_LAYERS
+    again = [tuple(map(np.copy, plan)) for _, _, plan in bench_decide.ask_again(run, shape)]
+    for one, other in zip(first, again, strict=True):
+        assert all(map(np.array_equal, one, other))
 
 
 def test_summary_is_of_whole_ns():
