@@ -1,12 +1,16 @@
+import zipfile
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import fields, replace
+from io import BytesIO
 
 import numpy as np
 import pytest
 from strategies import change, random_passes
 
 from tracer import calibration as module
-from tracer.calibration import Calibrator, load, save
+from tracer.calibration import Calibrator
+from tracer.calibration_file import load, save
 from tracer.schema import Calibration, ModelShape, TraceError
 
 
@@ -285,6 +289,32 @@ def test_damaged_files_are_one_line(made, tmp_path):
         ("name", np.int64(2), "name is int64"),
         ("map_ids", 16, "map_ids holds an expert beyond 0 to 15"),
         ("token_experts", 16, "token_experts holds an expert beyond 0 to 15"),
+        ("num_activated", np.int64(-5), "num_activated holds a number beyond 0 to 1000000000000"),
+        ("num_activated", np.int64(0), r"num_activated is 0, must be \d+ to \d+ with this load"),
+        ("num_activated", np.int64(10**9), r"num_activated is 1000000000, must be \d+ to \d+ with this load"),
+        ("num_requests", np.int64(0), "num_requests is 0, must be at least the 3 of request_loads"),
+        ("load", 0, "request_loads adds up to more than load"),
+        ("load", np.full((3, 16), -1), "load holds a number beyond 0 to"),
+        ("load", np.full((3, 16), 2**64 - 1, np.uint64), "load holds a number beyond 0 to"),
+        ("prefill_load", np.full((3, 16), -1), "prefill_load holds a number beyond 0 to"),
+        ("request_loads", np.full((3, 3, 16), -1), "request_loads holds a number beyond 0 to"),
+        ("request_loads", np.zeros((0, 3, 16), int), "request_loads is empty"),
+        ("importance", np.full((3, 16), np.nan), "importance must be finite, 0 or more"),
+        ("importance", np.full((3, 16), -1.0), "importance must be finite, 0 or more"),
+        ("token_ids", lambda ids: ids[::-1], "token_ids must ascend"),
+        ("token_ids", lambda ids: -1 - ids.astype(int), "token_ids holds a number beyond 0 to"),
+        ("map_ids", 3, "map_ids holds an expert twice in one map and layer"),
+        ("map_ids", lambda ids: ids[:0], "map_scores has shape"),
+        ("map_scores", lambda scores: np.full(scores.shape, 60000), "map_scores holds a number beyond 0 to 255"),
+        ("map_scores", lambda scores: np.full(scores.shape, -5), "map_scores holds a number beyond 0 to 255"),
+        (
+            "map_sketches",
+            lambda sketches: np.full_like(sketches, np.inf),
+            "map_sketches must be finite, or NaN for all",
+        ),
+        ("token_shares", lambda shares: np.full(shares.shape, 256), "token_shares holds a number beyond 0 to 255"),
+        ("token_shares", lambda shares: np.sort(shares.astype(int)), "token_experts holds an expert twice|must fall"),
+        ("content_hashes", np.zeros(2), "content_hashes is float64"),
     ],
 )
 def test_files_of_wrong_content_are_refused(made, tmp_path, name, values, message):
@@ -294,6 +324,8 @@ def test_files_of_wrong_content_are_refused(made, tmp_path, name, values, messag
         arrays = dict(file)
     if values is None:
         del arrays[name]
+    elif callable(values):
+        arrays[name] = values(arrays[name])
     elif isinstance(values, int):
         arrays[name] = np.full_like(arrays[name], values)
     else:
@@ -301,6 +333,56 @@ def test_files_of_wrong_content_are_refused(made, tmp_path, name, values, messag
     np.savez(path, **arrays)
     with pytest.raises(TraceError, match=message):
         load(path)
+
+
+def test_sketches_are_known_for_all_maps_or_for_none(tmp_path):
+    shape, passes = random_passes(np.random.default_rng(9), signals=True)
+    made = calibrate(shape, passes).finish()
+    made.map_sketches[2, 3] = np.nan
+    save(tmp_path / "a.npz", made)
+    with pytest.raises(
+        TraceError, match=r"a\.npz: map_sketches must be finite, or NaN for all maps where none is known"
+    ):
+        load(tmp_path / "a.npz")
+
+
+def test_a_record_without_its_traces_is_read_and_one_with_them_keeps_them(made, tmp_path):
+    assert load(saved(tmp_path / "a.npz", made)).content_hashes == ()
+    named = replace(made, content_hashes=("ab", "cdef"))
+    assert load(saved(tmp_path / "b.npz", named)).content_hashes == ("ab", "cdef")
+
+
+def saved(path, calibration):
+    save(path, calibration)
+    return path
+
+
+def test_any_damaged_byte_is_one_line_or_without_effect(made, tmp_path):
+    path = tmp_path / "a.npz"
+    save(path, made)
+    whole = path.read_bytes()
+    rng = np.random.default_rng(1)
+    directory = whole.index(b"PK\x01\x02")  # the central directory, where each byte asks for something
+    places = np.concatenate([np.arange(30), rng.integers(0, len(whole), 150), np.arange(directory, directory + 60)])
+    for place in places.tolist():
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ int(rng.integers(1, 256))]) + whole[place + 1 :])
+        with suppress(TraceError):
+            load(path)
+
+
+def test_an_array_too_large_for_any_memory_is_one_line(made, tmp_path):
+    path = tmp_path / "a.npz"
+    save(path, made)
+    with np.load(path) as file:
+        arrays = dict(file)
+    header = BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": (10**13,)})
+    for name in arrays:
+        np.savez(path, **{key: values for key, values in arrays.items() if key != name})
+        with zipfile.ZipFile(path, "a") as file:
+            file.writestr(f"{name}.npy", header.getvalue())
+        with pytest.raises(TraceError, match=r"a\.npz: cannot be read as a calibration: ."):
+            load(path)
 
 
 def test_a_calibration_of_the_real_shape_is_about_two_megabytes(tmp_path):

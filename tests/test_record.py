@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tracer import calibration, checkpoint, record_jobs, record_pack, record_proxy, record_workers
+from tracer import calibration_file, checkpoint, record_jobs, record_pack, record_proxy, record_workers
 from tracer.corpus import prompts
 from tracer.doctor import check
 from tracer.record_jobs import Job, Setup, plan, prompts_path, run_job, trace_path
@@ -269,7 +269,7 @@ def test_a_run_records_scores_and_packs(tmp_path, monkeypatch, capsys):
     assert [found["workload"] for found in report["scores"]] == ["arithmetic", "code"]
     assert report["scores"][0]["num_problems"] == 2
     assert report["calibration"]["num_requests"] == 4
-    found = calibration.load(out / "proxy-tiny.calibration.npz")
+    found = calibration_file.load(out / "proxy-tiny.calibration.npz")
     assert found.num_requests == 4
     reader = TraceReader(out / "traces" / "proxy-tiny-code.trace")
     assert reader.metadata.details["checkpoint_hash"] == found.checkpoint_hash == checkpoint.checkpoint_hash(SHIPPED)

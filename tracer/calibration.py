@@ -1,12 +1,7 @@
-"""What policies learn beforehand from requests that are not evaluated, and the small file that it ships in."""
+"""What policies learn beforehand from requests that are not evaluated, added up pass by pass."""
 
 from __future__ import annotations
 
-import os
-import secrets
-import zipfile
-import zlib
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +14,6 @@ MAX_MAPS = 1000  # MoE-Infinity's code and FineMoE keep about as many
 MAX_TOKENS = 1000
 TOKEN_WIDTH = 16  # experts of a token in one layer
 MIN_OCCURRENCES = 4  # of a token in decode forwards, before it gets a row
-_FORMAT = 1
-_LEVELS = 255  # of scores and shares in a file
 _MAX_LOOSE_TOKENS = 1 << 12
 
 
@@ -253,120 +246,3 @@ def _hashes(*values: NDArray[np.int64]) -> NDArray[np.uint64]:
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         mixed = mixed ^ (mixed >> np.uint64(31))
     return mixed
-
-
-def save(path: Path | str, calibration: Calibration) -> None:
-    """Write a calibration as one compressed npz, in place of what the path holds; equal ones give equal bytes.
-
-    Scores and shares are rounded to 255ths (a share to no less than one), sketches to float32, and `importance` to
-    float32; a calibration that was loaded is written without loss.
-    """
-    num_experts = calibration.load.shape[1]
-    id_type = np.min_scalar_type(num_experts - 1)
-    shares = np.where(calibration.token_experts < 0, 0, np.maximum(1, np.rint(calibration.token_shares * _LEVELS)))
-    counts = {
-        name: values.astype(np.min_scalar_type(int(values.max(initial=0))))
-        for name in ("load", "prefill_load", "request_loads", "token_ids")
-        for values in [getattr(calibration, name)]
-    }
-    arrays = {
-        "format": np.int64(_FORMAT),
-        "name": np.str_(calibration.name),
-        "checkpoint_hash": np.str_(calibration.checkpoint_hash),
-        "num_requests": np.int64(calibration.num_requests),
-        "num_activated": np.int64(calibration.num_activated),
-        **counts,
-        "importance": calibration.importance.astype(np.float32),
-        "map_ids": calibration.map_ids.astype(id_type),
-        "map_scores": np.rint(calibration.map_scores * _LEVELS).astype(np.uint8),
-        "map_sketches": calibration.map_sketches.astype(np.float32),
-        "token_experts": np.where(shares == 0, 0, calibration.token_experts).astype(id_type),
-        "token_shares": shares.astype(np.uint8),
-    }
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
-    try:
-        with partial.open("xb") as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def load(path: Path | str) -> Calibration:
-    """Read what `save` wrote.
-
-    Raises:
-        TraceError: the file is missing or damaged, of another format, or its arrays do not fit each other.
-    """
-    path = Path(path)
-    try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        raise TraceError(f"{path}: cannot be read as a calibration: {str(error).splitlines()[0]}") from None
-    _check(path, arrays)
-    shares = arrays["token_shares"] / _LEVELS
-    return Calibration(
-        name=str(arrays["name"]),
-        checkpoint_hash=str(arrays["checkpoint_hash"]),
-        num_requests=int(arrays["num_requests"]),
-        num_activated=int(arrays["num_activated"]),
-        load=arrays["load"].astype(np.int64),
-        prefill_load=arrays["prefill_load"].astype(np.int64),
-        importance=arrays["importance"].astype(np.float64),
-        request_loads=arrays["request_loads"].astype(np.int64),
-        map_ids=arrays["map_ids"].astype(np.int64),
-        map_scores=arrays["map_scores"] / _LEVELS,
-        map_sketches=arrays["map_sketches"].astype(np.float64),
-        token_ids=arrays["token_ids"].astype(np.int64),
-        token_experts=np.where(shares == 0, -1, arrays["token_experts"].astype(np.int64)),
-        token_shares=shares,
-    )
-
-
-_SHAPES = {
-    "format": "",
-    "name": "",
-    "checkpoint_hash": "",
-    "num_requests": "",
-    "num_activated": "",
-    "load": "LE",
-    "prefill_load": "LE",
-    "importance": "LE",
-    "request_loads": "NLE",
-    "map_ids": "MLS",
-    "map_scores": "MLS",
-    "map_sketches": "MD",
-    "token_ids": "V",
-    "token_experts": "VLW",
-    "token_shares": "VLW",
-}  # a letter is a size, the same in all arrays
-_KINDS = {"name": "U", "checkpoint_hash": "U", "importance": "f", "map_sketches": "f"}  # all others are whole numbers
-
-
-def _check(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
-    """Refuse what a calibration cannot hold."""
-    if missing := [name for name in _SHAPES if name not in arrays]:
-        raise TraceError(f"{path}: no array {missing[0]}; a calibration has {', '.join(_SHAPES)}")
-    sizes = {"D": SKETCH_SIZE}
-    for name, letters in _SHAPES.items():
-        found = arrays[name]
-        kinds = _KINDS.get(name, "iu")
-        if found.dtype.kind not in kinds or found.ndim != len(letters):
-            raise TraceError(
-                f"{path}: {name} is {found.dtype} {list(found.shape)}, must be of kind {kinds} [{letters}]"
-            )
-        for letter, size in zip(letters, found.shape, strict=True):
-            if sizes.setdefault(letter, size) != size:
-                raise TraceError(
-                    f"{path}: {name} has shape {list(found.shape)}, [{letters}] with {letter} {sizes[letter]}"
-                )
-    if arrays["format"] != _FORMAT:
-        raise TraceError(f"{path}: calibration format {arrays['format']}: this version reads format {_FORMAT}")
-    for name in ("map_ids", "token_experts"):
-        if arrays[name].max(initial=0) >= sizes["E"] or arrays[name].min(initial=0) < 0:
-            raise TraceError(f"{path}: {name} holds an expert beyond 0 to {sizes['E'] - 1}")

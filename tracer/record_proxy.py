@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tracer import calibration, checkpoint
+from tracer import calibration_file, checkpoint
 from tracer.calibration import Calibrator
 from tracer.corpus import prompts
 from tracer.llada2 import LLaDA2
@@ -132,7 +132,7 @@ class Recording:
                 self._calibrator.merge(part)
             path = self._directory / f"{self._config.name}.calibration.npz"
             found = self._calibrator.finish()
-            calibration.save(path, found)
+            calibration_file.save(path, found)
             self.facts["calibration"] = {
                 "num_requests": found.num_requests,
                 "num_maps": len(found.map_ids),

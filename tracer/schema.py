@@ -253,3 +253,4 @@ class Calibration:
     token_experts: NDArray[np.int64]  # [V, L, W] the most frequent experts of each input token, -1 behind the last
     token_shares: NDArray[np.float64]  # [V, L, W] of the token's occurrences; 0 behind the last
     checkpoint_hash: str = ""  # of the model, as in a trace's details; empty where unknown
+    content_hashes: tuple[str, ...] = ()  # of the traces whose first requests these are, where they are of traces
