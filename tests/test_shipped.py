@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 import torch
 
 from experiments.run import simulate
@@ -11,6 +12,7 @@ from tracer.capture import trace_prompts
 from tracer.checkpoint import load, read_provenance
 from tracer.corpus import prompts, split_of
 from tracer.decode import DecodeSettings
+from tracer.schema import TraceError
 from tracer.shipped import find_model, find_trace
 from tracer.store import TraceReader
 from tracer.tokenizer import load_tokenizer
@@ -75,3 +77,9 @@ def test_the_trace_simulates_by_name():
     result = simulate("proxy-tiny", "oled", 16, "rtx5090", shape="llada2.0-mini")
     assert result.summary["source"] == "proxy:proxy-tiny"
     assert result.summary["num_requests"] == 23
+
+
+def test_a_proxy_that_ships_without_weights_is_no_model():
+    with pytest.raises(TraceError, match=r"model 'proxy-19x256': no such directory, nor a shipped model; .*proxy-tiny"):
+        find_model("proxy-19x256")
+    assert find_trace("proxy-19x256-code").is_dir()

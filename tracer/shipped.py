@@ -27,7 +27,7 @@ def find_model(name_or_path: str) -> Path:
     Raises:
         TraceError: there is neither; the message lists the shipped names.
     """
-    shipped = {path.parent.name: path.parent for path in sorted(DATA_DIRECTORY.glob("*/config.json"))}
+    shipped = {path.parent.name: path.parent for path in sorted(DATA_DIRECTORY.glob("*/model.safetensors.index.json"))}
     return _find("model", name_or_path, shipped)
 
 
