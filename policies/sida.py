@@ -13,7 +13,7 @@ from policies.jit import jit
 from policies.knobs import require_choice
 from policies.retention import best, by_priority, equal_capacity, nobody_resident
 from policies.streaming import stream
-from policies.unit_prediction import MOST_REQUESTS, UNITS, Rows, add_row, begins, last_in, token_rows, true_rows
+from policies.unit_prediction import MOST_REQUESTS, UNITS, Rows, add_up, begins, last_in, token_rows, true_rows
 from tracer.schema import ModelShape
 
 OVERFLOWS = ("topC", "fifo")
@@ -30,12 +30,13 @@ class Knobs:
     request begins."""
     sida_over: str = "topC"
     """What of a layer's predicted experts is placed where they are more than its slots: `topC`, those of highest
-    summed probability, which is ours; `fifo`, those that came last, the tokens in order, as SiDA, section 3.1,
-    evicts what came first."""
+    summed probability, which is ours; `fifo`, those that the tokens' lists named last, the tokens in order, as SiDA,
+    section 3.1, evicts what came first, and in what is left of the slots those of highest summed probability."""
     oracle_noise: float | None = None
     """null: a table of the experts of each input token, counted in calibration, predicts; a token that it lacks is
-    taken for an average one. SiDA, sections 3.4 and 4, trains a network for it. A number from 0 to 1: what the unit will
-    activate is known, and this share of it is replaced by experts that it will not. Ours, to see what accuracy is worth."""
+    taken for an average one, which chooses by the load of calibration. SiDA, sections 3.4 and 4, trains a network for
+    it. A number from 0 to 1: what the unit will activate is known, and this share of it is replaced by experts that
+    it will not. Ours, to see what accuracy is worth."""
 
     def __post_init__(self) -> None:
         require_choice("sida_unit", self.sida_unit, UNITS)
@@ -69,7 +70,8 @@ def decide(params, state, step, view):
 
     Source: SiDA, section 3 (data-aware placement of experts), and its released code.
     Differs: the router decides and predictions only place experts, so that the model's output stays; a forward's
-    tokens depend on the forward before, so what it needs cannot be predicted while that one runs.
+    tokens depend on the forward before, so what it needs cannot be predicted while that one runs. A table of tokens
+    stands for the LSTM, which needs training for each model.
     """
     if step.layer == 0 and begins(params.unit, state.members, step.request, step.iteration):
         _predict(params, state, step, view.capacity)
@@ -84,13 +86,11 @@ def _predict(params, state, step, capacity):
     rows, chosen = params.rows, _rows_of(params, state, step.signals.token_ids)
     for layer in range(num_layers):
         score = state.score[layer]
-        score[:] = 0.0
-        for row in chosen:
-            add_row(rows, row, layer, num_layers, score)
+        add_up(rows, chosen, layer, num_layers, score)
+        first = score
         if params.first_out:
-            placed = last_in(rows, chosen, layer, num_layers, capacity[layer], num_experts)
-        else:
-            placed = best(score > 0.0, capacity[layer], score, score)
+            first = last_in(rows, chosen, layer, num_layers, capacity[layer], num_experts) * 1.0
+        placed = best(score > 0.0, capacity[layer], first, score)
         for expert in range(num_experts):
             if not placed[expert]:
                 score[expert] = 0.0

@@ -19,11 +19,16 @@ MOST_REQUESTS = 256  # in one pass
 
 
 class Rows(NamedTuple):
-    """Experts of each layer with their weights, the highest first: one row for each token, or for each unit."""
+    """What each token, or each unit, has in each layer: experts with their weights, the highest first, and a rest.
 
-    offsets: NDArray[np.int64]  # [rows * L + 1] into the others
+    The rest is of all experts of the layer: `rests * load` is added to each, so `weights` are what is listed less that.
+    """
+
+    offsets: NDArray[np.int64]  # [rows * L + 1] into experts and weights
     experts: NDArray[np.int32]
     weights: NDArray[np.float64]
+    rests: NDArray[np.float64]  # [rows * L] weight for a token of load
+    load: NDArray[np.float64]  # [L, E]
 
 
 @jit
@@ -63,17 +68,28 @@ def begins(unit, members, request, iteration):
 def token_rows(calibration: Calibration, top_k: int) -> Rows:
     """A row for each token that calibration knows, and behind them one for all others, of an average token.
 
-    Weights are the shares of the token's occurrences that were routed to the expert.
+    Weights are shares of a token's occurrences. Where its list is as long as calibration keeps any, what is missing
+    of the `top_k` experts that each occurrence is routed to is shared by those that are not listed, by their load; an
+    average token lists none.
+
+    Differs: of a token no more than 16 experts a layer are counted, and only for the 1000 most frequent tokens that
+    occur at least 4 times; SiDA, section 3.4, predicts from a distribution over all experts, for any token.
     """
-    width = calibration.token_experts.shape[2]
-    average = np.argsort(-calibration.load, axis=1, kind="stable")[:, :width]  # [L, W]
-    counts = np.take_along_axis(calibration.load, average, axis=1)
-    shares = counts * top_k / np.maximum(calibration.load.sum(axis=1, keepdims=True), 1)
-    experts = np.concatenate([calibration.token_experts, np.where(counts > 0, average, -1)[None]])  # [V + 1, L, W]
-    weights = np.concatenate([calibration.token_shares, shares[None]])
-    known = experts >= 0
-    offsets = np.concatenate([[0], known.sum(axis=2).cumsum()])
-    return Rows(offsets, experts[known].astype(np.int32), weights[known])
+    load, experts, shares = calibration.load, calibration.token_experts, calibration.token_shares
+    known = experts >= 0  # [V, L, W]
+    loads = np.where(known, load[np.arange(load.shape[0])[:, None], experts], 0)
+    others = load.sum(axis=1) - loads.sum(axis=2)  # [V, L]
+    missing = np.maximum(top_k - shares.sum(axis=2), 0.0)
+    rests = np.where(known.all(axis=2) & (others > 0), missing / np.maximum(others, 1), 0.0)
+    average = top_k / np.maximum(load.sum(axis=1), 1)
+    sizes = np.concatenate([known.sum(axis=2).ravel(), np.zeros(load.shape[0], np.int64)])
+    return Rows(
+        np.concatenate([[0], sizes.cumsum()]),
+        experts[known].astype(np.int32),
+        (shares - rests[:, :, None] * loads)[known],
+        np.concatenate([rests.ravel(), average]),
+        load.astype(np.float64),
+    )
 
 
 def true_rows(passes: Iterable[Pass], shape: ModelShape, unit: int, noise: float, seed: int) -> Rows:
@@ -94,7 +110,8 @@ def true_rows(passes: Iterable[Pass], shape: ModelShape, unit: int, noise: float
             named[wrong] = others[: wrong.size]
             experts.append(named.astype(np.int32))
             sizes.append(named.size)
-    return Rows(np.cumsum(sizes), np.concatenate(experts), np.concatenate(weights))
+    no_rest = np.zeros((shape.num_layers, shape.num_experts))
+    return Rows(np.cumsum(sizes), np.concatenate(experts), np.concatenate(weights), np.zeros(len(sizes) - 1), no_rest)
 
 
 def _unit_loads(passes: Iterable[Pass], shape: ModelShape, unit: int) -> Iterable[NDArray[np.int64]]:
@@ -113,16 +130,22 @@ def _unit_loads(passes: Iterable[Pass], shape: ModelShape, unit: int) -> Iterabl
 
 
 @jit
-def add_row(rows, row, layer, num_layers, sums):
-    """Add the weights of one row and layer to `sums`, [E]."""
-    place = row * num_layers + layer
-    for index in range(rows.offsets[place], rows.offsets[place + 1]):
-        sums[rows.experts[index]] += rows.weights[index]
+def add_up(rows, chosen, layer, num_layers, sums):
+    """Write the sum of the weights of the chosen rows for each expert of a layer to `sums`, [E]."""
+    rest = 0.0
+    for row in chosen:
+        rest += rows.rests[row * num_layers + layer]
+    for expert in range(sums.size):
+        sums[expert] = rest * rows.load[layer, expert]
+    for row in chosen:
+        place = row * num_layers + layer
+        for index in range(rows.offsets[place], rows.offsets[place + 1]):
+            sums[rows.experts[index]] += rows.weights[index]
 
 
 @jit
 def last_in(rows, chosen, layer, num_layers, capacity, num_experts):
-    """What a queue of `capacity` experts holds when those of the chosen rows came in order, the first in leaving first.
+    """What a queue of `capacity` experts holds when those that the chosen rows list came in order, first in, first out.
 
     Returns:
         [E] bool.

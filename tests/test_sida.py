@@ -14,12 +14,14 @@ from policies.contract import Context, PolicyError, View
 from policies.registry import build_policy
 from policies.sida import OVERFLOWS, Knobs
 from policies.steps import Steps, count_load, step_at
-from policies.unit_prediction import MOST_REQUESTS, UNITS, begins, token_rows, true_rows
+from policies.unit_prediction import MOST_REQUESTS, UNITS, add_up, begins, token_rows, true_rows
 from simulator.des import simulate
+from tracer.calibration_file import load as load_calibration
 from tracer.schema import Calibration
 from tracer.shipped import find_trace
 from tracer.store import TraceReader
 
+SHIPPED = find_trace("proxy-19x256-code").parent / "proxy-19x256.calibration.npz"
 FATES = ("started", "dropped_begin", "dropped_flag", "dropped_victim")
 
 
@@ -28,9 +30,9 @@ def rows_of(policy, shape, passes, capacity, **costs):
     return layer_rows(simulate(passes, policy, shape, slots, make_costs(**costs), ESTIMATES))
 
 
-def table_of(tokens, load):
+def table_of(tokens, load, width=16):
     """A calibration that knows these tokens, {id: a layer's [(expert, share), ...] for each layer}."""
-    num_layers, width = len(load), min(16, len(load[0]))
+    num_layers, width = len(load), min(width, len(load[0]))
     experts = np.full((len(tokens), num_layers, width), -1)
     shares = np.zeros(experts.shape)
     for row, token in enumerate(sorted(tokens)):
@@ -98,13 +100,60 @@ def test_a_pass_of_too_many_requests_is_refused():
 # Predictions
 
 
+def predicted(rows, chosen, num_layers):
+    """Summed weights of these rows, [L, E]."""
+    sums = np.full((num_layers, rows.load.shape[1]), np.nan)
+    for layer in range(num_layers):
+        add_up(rows, np.array(chosen), layer, num_layers, sums[layer])
+    return sums
+
+
 def test_a_token_has_its_experts_and_an_unknown_one_those_of_the_average():
     table = table_of({7: [[(2, 1.0), (0, 0.5)], [(1, 0.75)]]}, [[4, 0, 8, 2], [0, 0, 0, 7]])
     rows = token_rows(table, top_k=2)
     # 14 and 7 routes are of 7 and 3.5 tokens
-    assert rows.offsets.tolist() == [0, 2, 3, 6, 7]
-    assert rows.experts.tolist() == [2, 0, 1, 2, 0, 3, 3]
-    assert rows.weights.tolist() == [1.0, 0.5, 0.75, 8 / 7, 4 / 7, 2 / 7, 2.0]
+    assert rows.offsets.tolist() == [0, 2, 3, 3, 3]
+    assert rows.experts.tolist() == [2, 0, 1]
+    assert rows.weights.tolist() == [1.0, 0.5, 0.75]
+    assert rows.rests.tolist() == [0, 0, 1 / 7, 2 / 7]
+    assert predicted(rows, [1], 2).tolist() == [[4 / 7, 0, 8 / 7, 2 / 7], [0, 0, 0, 2.0]]
+    assert predicted(rows, [0, 1], 2)[0].tolist() == pytest.approx([4 / 7 + 0.5, 0, 8 / 7 + 1, 2 / 7])
+
+
+def test_what_a_list_has_no_room_for_is_of_the_others_by_their_load():
+    # of 3 experts a token, 2.5 are listed; the others are chosen 3 and 1 times, those listed 5 and 4
+    table = table_of({7: [[(2, 1.0), (0, 1.5)]]}, [[4, 3, 5, 1, 0]], width=2)
+    rows = token_rows(table, top_k=3)
+    assert predicted(rows, [0], 1)[0].tolist() == pytest.approx([1.5, 0.375, 1.0, 0.125, 0])
+    assert predicted(rows, [0, 0, 1], 1)[0].tolist() == pytest.approx(
+        [3 + 12 / 13, 0.75 + 9 / 13, 2 + 15 / 13, 0.25 + 3 / 13, 0]
+    )
+    # a list with room left is all that the token chose
+    table = table_of({7: [[(2, 1.0)]]}, [[4, 3, 5, 1, 0]], width=2)
+    assert predicted(token_rows(table, top_k=3), [0], 1)[0].tolist() == [0, 0, 1.0, 0, 0]
+
+
+def test_every_token_of_the_shipped_record_chooses_as_many_as_it_is_routed_to():
+    shipped = load_calibration(SHIPPED)
+    rows, num_layers = token_rows(shipped, 8), shipped.load.shape[0]
+    for row in range(0, shipped.token_ids.size + 1, 48):
+        expected = predicted(rows, [row], num_layers)
+        assert (expected > -1e-12).all()
+        assert expected.sum(axis=1) == pytest.approx(np.full(num_layers, 8), abs=0.1)  # shares are 255ths
+
+
+@pytest.mark.parametrize("over", OVERFLOWS)
+@pytest.mark.parametrize("tokens", [[0], [1, 1, 5], [999]])
+def test_a_set_fills_the_slots_where_load_allows_it(over, tokens):
+    shipped = load_calibration(SHIPPED)
+    shape = shape_of(*shipped.load.shape)  # of passes; the policy is of one that chooses 8
+    policy = policy_for(shipped, shape_of(*shipped.load.shape, top_k=8), sida_over=over)
+    tokens = [shipped.token_ids[token] if token < 999 else -1 for token in tokens]
+    longest = (shipped.token_experts >= 0).all(axis=2).all(axis=1)
+    tokens = [*tokens, shipped.token_ids[longest][0]]
+    for slots in (8, 40, 256):
+        _, state = ask(policy, shape, tokens, slots * shape.num_layers)
+        assert ((state.order >= 0).sum(axis=1) == slots).all()
 
 
 @given(traces(), st.sampled_from(UNITS), st.integers(0, 99))
@@ -218,26 +267,37 @@ class Plain:
         self.row_of = {token: row for row, token in enumerate(table.token_ids.tolist())}
 
     def row(self, token, layer):
-        row = self.row_of.get(token)
+        """Experts that the token lists with their shares, and its rest for a token of load."""
+        load, row = self.table.load[layer], self.row_of.get(token)
         if row is None:
-            load = self.table.load[layer]
-            ranked = sorted(np.flatnonzero(load).tolist(), key=lambda e: (-load[e], e))
-            return [(e, load[e] * self.top_k / load.sum()) for e in ranked[: self.table.token_experts.shape[2]]]
+            return [], self.top_k / max(load.sum(), 1)
         pairs = zip(self.table.token_experts[row, layer].tolist(), self.table.token_shares[row, layer], strict=True)
-        return [(expert, share) for expert, share in pairs if expert >= 0]
+        pairs = [(expert, share) for expert, share in pairs if expert >= 0]
+        others = load.sum() - sum(load[expert] for expert, _ in pairs)
+        if len(pairs) < self.table.token_experts.shape[2] or others == 0:
+            return pairs, 0.0
+        return pairs, max(self.top_k - self.table.token_shares[row, layer].sum(), 0.0) / others
 
     def predict(self, tokens, capacity):
         self.sets = []
         for layer, slots in enumerate(capacity.tolist()):
-            sums, queue = {}, deque()
-            for expert, share in (pair for token in tokens for pair in self.row(token, layer)):
-                sums[expert] = sums.get(expert, 0.0) + share
-                if expert not in queue:
-                    queue.append(expert)
-                    if len(queue) > slots:
-                        queue.popleft()
-            ranked = sorted(sums, key=lambda e: (-sums[e], e))
-            kept = ranked[:slots] if self.over == "topC" else [e for e in ranked if e in queue]
+            rows, queue = [self.row(token, layer) for token in tokens], deque()
+            load, rest = self.table.load[layer], 0.0
+            for _, share in rows:
+                rest += share
+            sums = dict(enumerate((rest * load).tolist()))
+            for pairs, share_of_load in rows:
+                for expert, share in pairs:
+                    sums[expert] += share - share_of_load * load[expert]
+                    if expert not in queue:
+                        queue.append(expert)
+                        if len(queue) > slots:
+                            queue.popleft()
+            ranked = sorted((e for e in sums if sums[e] > 0), key=lambda e: (-sums[e], e))
+            kept = ranked[:slots]
+            if self.over == "fifo":
+                others = [expert for expert in ranked if expert not in queue][: slots - len(queue)]
+                kept = [expert for expert in ranked if expert in queue or expert in others]
             self.sets.append({expert: sums[expert] for expert in kept})
 
     def decide(self, params, state, step, view):
@@ -276,9 +336,10 @@ def test_equals_the_plain_policy_and_loses_no_prefetch(trace, unit, over, copy_n
     shape, passes = trace
     passes = [change(item, token_ids_in=item.token_ids_in % 7) for item in passes]  # so that most are known
     capacity = data.draw(st.integers(1, shape.num_experts))
-    context = context_of(shape, passes)
-    policy = build_policy("sida", {"sida_unit": unit, "sida_over": over}, context)
-    checked = replace(policy, decide=Plain(policy, unit, over, context.calibration, shape.top_k).decide)
+    table, width = context_of(shape, passes).calibration, data.draw(st.integers(1, shape.num_experts), label="width")
+    table = replace(table, token_experts=table.token_experts[..., :width], token_shares=table.token_shares[..., :width])
+    policy = policy_for(table, shape, sida_unit=unit, sida_over=over)
+    checked = replace(policy, decide=Plain(policy, unit, over, table, shape.top_k).decide)
     rows = rows_of(checked, shape, passes, capacity, h2d_latency_ns=copy_ns)
     total = sum(row[f"prefetch_{fate}"] for row in rows for fate in FATES)
     issued = sum(row["prefetch_issued"] for row in rows)
