@@ -70,12 +70,14 @@ def touch(order, touches, clock, step, resident):
     """
     times, load = touches[step.layer], step.load
     if order in (_HITS_FIRST, _MISSES_FIRST):
+        now = clock[0]
         for turn in range(2):
             hits = (turn == 0) == (order == _HITS_FIRST)
-            for expert in range(load.size):
-                if load[expert] > 0 and resident[expert] == hits:
-                    clock[0] += 1
-                    times[expert] = clock[0]
+            for expert in range(load.size):  # a branch would be guessed wrongly often
+                touched = (load[expert] > 0) & (resident[expert] == hits)
+                now += touched
+                times[expert] = now if touched else times[expert]
+        clock[0] = now
         return
     for expert in _by_gates(step) if order == _GATE else ids_of(load):
         clock[0] += 1

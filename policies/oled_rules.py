@@ -110,8 +110,7 @@ def decide(params, state, step, view):
         touch(params.lru_order, state.recency, state.counts[_LAST_TOUCH:], step, resident)
     elif params.recent_ties:
         for expert in range(load.size):
-            if load[expert] > 0:
-                recency[expert] = step.forward + 1
+            recency[expert] = step.forward + 1 if load[expert] > 0 else recency[expert]
 
     if params.signal == ORDER and not params.coop:
         transfers, on_cpu = ids_of(missed), np.empty(0, np.int64)
