@@ -31,6 +31,7 @@ MOST_ENTRIES = 10_000  # each is searched at every gate
 _EXPERT_BITS = 16  # a shift is far quicker than a division
 _EXPERT_MASK = (1 << _EXPERT_BITS) - 1
 PER_EPSILON = 10**8  # epsilon is 1e-8; priorities are whole multiples of it
+_ABOVE_ALL = 2.0**64  # priorities, at least epsilon / L, exceed all others when multiplied by it, which is exact
 
 
 @dataclass
@@ -51,8 +52,8 @@ class Knobs:
     mi_entries: int = 120
     """Stored matrices. MoE-Infinity, section 5.2, finds 120 best; its code keeps 1000."""
     mi_protect_predicted: bool = False
-    """Whether what is predicted for the layers to come leaves only where nothing else is left. The released code does
-    so; algorithm 1 of the paper knows the priority alone."""
+    """Whether what is predicted for the layers to come makes room for no prefetch, and for a miss only where nothing
+    else is left, in the order of algorithm 1. The released code protects so; the algorithm knows the priority alone."""
     depth: int | None = None
     """Prefetch for so many of the next layers; null for all of this forward, as the released code does. The text of
     section 4.5 has "next layer"."""
@@ -95,7 +96,7 @@ class State(NamedTuple):
 
 
 @jit
-def rank(score, entry, protected):
+def rank(score, entry):
     """Write the priority to stay: (p + epsilon) * (1 - layer / L), p the share of the layer's tokens in the entry.
 
     Source: MoE-Infinity, section 4.5, algorithm 1, lines 10-16, layers from 0 and epsilon 1e-8.
@@ -103,7 +104,6 @@ def rank(score, entry, protected):
     Args:
         score: [L, E], written. Equal fractions give equal numbers.
         entry: [L, E] tokens routed, the same sum in each layer.
-        protected: first of the layers whose predicted experts rank above all others, and the layer behind the last.
     """
     num_layers, num_experts = score.shape
     total = max(entry[0].sum(), 1)
@@ -112,10 +112,28 @@ def rank(score, entry, protected):
         for expert in range(num_experts):
             count = np.int64(entry[layer, expert])
             score[layer, expert] = float((PER_EPSILON * count + total) * (num_layers - layer)) / scale
-    for layer in range(protected[0], protected[1]):
-        for expert in range(num_experts):
+
+
+@jit
+def protect(score, entry, first, end):
+    """Put what the entry activated in some layers above all else: out of reach for prefetches, and last to leave.
+
+    Args:
+        score: [L, E] by `rank`, changed in place; infinite for what is protected.
+        entry: [L, E] tokens routed.
+        first: first of the layers.
+        end: first layer after those.
+
+    Returns:
+        [L, E], the order of leaving: that of `score` before, but with what is protected behind all others.
+    """
+    order = score.copy()
+    for layer in range(first, end):
+        for expert in range(score.shape[1]):
             if entry[layer, expert] > 0:
+                order[layer, expert] *= _ABOVE_ALL
                 score[layer, expert] = np.inf
+    return order
 
 
 @jit
@@ -175,7 +193,7 @@ def decide(params, state, step, view):
             state.recency[layer, expert] = state.counts[0]
 
     prefetches, priority = np.empty((0, 2), np.int64), np.empty((0, 2), np.float64)
-    entry = -1
+    order, entry = state.score, -1
     if params.each_gate or (layer == num_layers - 1 and state.counts[2] > 0):
         entry = nearest(matrices, num_layers - 1 if params.whole else layer)
     if entry >= 0:
@@ -184,12 +202,14 @@ def decide(params, state, step, view):
             before, first, end = 0, 0, num_layers
             state.counts[2] = 0
         if entry != state.counts[1] or params.protect:
-            rank(state.score, matrices.entries[entry], (first, end if params.protect else first))
+            rank(state.score, matrices.entries[entry])
             state.counts[1] = entry
+        if params.protect:
+            order = protect(state.score, matrices.entries[entry], first, end)
         prefetches, priority = predicted(matrices.entries[entry], before, first, end, view)
 
     transfers = ids_of(missed_of(step.load, view.resident[layer]))
-    retained = retain(step, view, transfers, state.score, state.recency, params.max_admit)
+    retained = retain(step, view, transfers, order, state.recency, params.max_admit)
     return Plan(transfers, np.empty(0, np.int64), retained, prefetches, priority, entry >= 0, 0)
 
 
@@ -213,7 +233,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
         capacity = capacity_of(knobs.pool, shape, slots)
         size = (shape.num_layers, shape.num_experts)
         score = np.empty(size)
-        rank(score, np.zeros(size, np.int32), (0, 0))
+        rank(score, np.zeros(size, np.int32))
         state = State(score, np.zeros(size, np.int64), np.array([0, -1, 0]), request_matrices(stored, knobs.mi_entries))
         return state, nobody_resident(shape), capacity
 

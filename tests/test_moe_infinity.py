@@ -89,6 +89,23 @@ def test_the_lowest_of_the_pool_leaves():
     assert np.flatnonzero(next(plans).retained).tolist() == [0, 1, 3, 4]  # expert 0 of layer 2 for expert 1 of layer 3
 
 
+def test_what_is_predicted_leaves_last_and_by_its_priority():
+    gates = Gates(policy_for([[[1, 2], [0, 3], [1, 2], [1, 2]]], mi_protect_predicted=True), slots=5)
+    gates.resident[[0, 0, 2, 3, 3], [0, 1, 1, 0, 1]] = True
+    plans = gates.ask([[0, 1]] * 4, requests=[0, 1], blocks=[0, 0])
+    next(plans)
+    plan = next(plans)  # both of layer 1 enter, and those of layer 0, which nothing protects, make room
+    assert np.isinf(gates.state.score).tolist() == [[False, False], [False, False], [True, True], [True, True]]
+    assert np.flatnonzero(plan.retained).tolist() == [2, 3, 5, 6, 7]
+    gates.resident[0] = False
+    gates.resident[1] = [True, False]
+    gates.resident[2, 0] = True
+    plans = gates.ask([[0, 1]] * 4, requests=[0, 1], blocks=[0, 0])
+    next(plans)
+    # nothing but predicted ones: (1/3, 2/3) / 2 in layer 2, half of that in layer 3, where expert 0 is the lowest
+    assert np.flatnonzero(next(plans).retained).tolist() == [2, 3, 4, 5, 7]
+
+
 def test_scaling_a_stored_request_changes_nothing():
     plans = [
         [plan.prefetches.tolist() for plan in Gates(policy_for([np.array(A) * 3, B])).ask([0, 1, 1, 1])],
@@ -203,12 +220,13 @@ class Plain:
         expected.sort()
 
         def score(at, expert):
-            if self.knobs.mi_protect_predicted and (at, expert) in protected:
-                return np.inf
             return (self.share(at, expert) + Fraction(1, 10**8)) * (1 - Fraction(at, num_layers))
 
+        def is_protected(at, expert):
+            return self.knobs.mi_protect_predicted and (at, expert) in protected
+
         def worth(cell):
-            return score(*cell), self.recency[cell], -cell[0] * num_experts - cell[1]
+            return is_protected(*cell), score(*cell), self.recency[cell], -cell[0] * num_experts - cell[1]
 
         is_global = view.capacity.size == 1
         pool = range(num_layers) if is_global else [layer]
@@ -232,7 +250,8 @@ class Plain:
         assert [divmod(n + start, num_experts) for n in np.flatnonzero(plan.retained)] == sorted(retained)
         if predicts or self.match is None:
             assert state.score.tolist() == [
-                [float(score(at, e)) for e in range(num_experts)] for at in range(num_layers)
+                [np.inf if is_protected(at, e) else float(score(at, e)) for e in range(num_experts)]
+                for at in range(num_layers)
             ]
         return plan
 
