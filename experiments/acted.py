@@ -13,7 +13,7 @@ def idle_mechanisms(policy: Policy, forwards: pl.DataFrame) -> list[str]:
     """One line for each mechanism of a policy that did nothing in a whole run, warm-up included.
 
     Prefetching is idle if nothing was issued or nothing landed; a split of misses, if all misses of decode forwards
-    were served on one side; sizing by layer, if no slot ever moved.
+    were served on one side; sizing by layer, if no slot ever moved; what lets transfers stay, if none ever did.
 
     Args:
         policy: that ran.
@@ -32,4 +32,6 @@ def idle_mechanisms(policy: Policy, forwards: pl.DataFrame) -> list[str]:
         idle.append(f"misses={policy.misses} never split: all {copied + on_cpu} misses of decode forwards {side}")
     if policy.resizes and not forwards["slots_moved"].sum():
         idle.append("slots follow use, and none ever moved between layers")
+    if policy.admits_by and not forwards["num_admitted"].sum():
+        idle.append(f"{policy.admits_by} never changed what is resident")
     return idle

@@ -84,7 +84,7 @@ class ForwardTable:
         slots = scalars["capacity"] / self._num_layers if self._is_global else scalars["capacity"].astype(float)
         judged = (slots > 0) & (not self._is_global)
         promoted = scalars["num_promoted"]
-        effective, transferred = self._effective(layers)
+        effective, transferred, admitted = self._effective(layers)
         columns = {
             "num_activated": scalars["num_activated"].astype(np.int64),
             "num_hits": num_hits,
@@ -94,6 +94,7 @@ class ForwardTable:
             "utilization_sum": np.divide(num_hits, slots, out=np.zeros(len(slots)), where=judged),
             "utilization_layers": judged.astype(np.int64),
             "num_transfers": num_transfers,
+            "num_admitted": admitted,
             "num_promoted": promoted.astype(np.int64),
             "num_on_cpu": num_on_cpu,
             "num_copies": num_transfers - promoted + scalars["prefetch_started"],
@@ -114,8 +115,8 @@ class ForwardTable:
         self._capacity = capacity[-1:].astype(np.int64)
         return np.abs(capacity - before).sum(axis=1) // 2
 
-    def _effective(self, layers: Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each row: how many of the layer's previous transfers were kept and are activated now, and of how many."""
+    def _effective(self, layers: Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """How many of the layer's last transfers were kept and are activated, of how many; and of the row's, kept."""
         shape = (len(layers), self._num_experts)
         activated, transferred, retained = (np.zeros(shape, bool) for _ in range(3))
         for name in ("hits", "transfers", "on_cpu"):
@@ -132,7 +133,7 @@ class ForwardTable:
         previous_kept = np.concatenate([self._last[0], kept[: -self._num_layers]])
         previous_transferred = np.concatenate([self._last[1], transferred[: -self._num_layers]])
         self._last = (kept[-self._num_layers :], transferred[-self._num_layers :])
-        return (previous_kept & activated).sum(axis=1), previous_transferred.sum(axis=1)
+        return (previous_kept & activated).sum(axis=1), previous_transferred.sum(axis=1), kept.sum(axis=1)
 
 
 def _rows(column: Ragged) -> NDArray[np.int64]:

@@ -119,6 +119,8 @@ class Policy:
         reads_estimates: decisions depend on `view.estimates`, so that they hold for one profile only.
         prefetches: some plan may name prefetches.
         resizes: slots may move between layers.
+        admits_by: knob that lets transfers stay, where some part of the policy is there to do so; a run in which none
+            ever stayed then says so.
         reads_signals: decisions depend on `step.signals`, which other policies are not given.
         clairvoyant: was built from the trace that it is run on.
         warnings: what the person who reads the results should know about this policy on this trace.
@@ -137,6 +139,7 @@ class Policy:
     reads_signals: bool = False
     prefetches: bool = False
     resizes: bool = False
+    admits_by: str = ""
     clairvoyant: bool = False
     sized: bool = True  # False: ignores the cache size (full, ondemand)
     variant: str = ""  # knobs that differ from their defaults, as key=value

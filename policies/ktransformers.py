@@ -94,4 +94,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
         resident = highest_of_all(load, slots)
         return (), resident, resident.sum(axis=1)
 
-    return Policy("ktransformers", Params(knobs.kt_dyn == "prefill"), init, decide, misses="cpu")
+    follows = knobs.kt_dyn == "prefill"
+    return Policy(
+        "ktransformers", Params(follows), init, decide, misses="cpu", admits_by="kt_dyn=prefill" if follows else ""
+    )

@@ -176,6 +176,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
         init,
         decide,
         reads_signals=True,
-        prefetches=not knobs.swap_from_staging,
+        prefetches=not knobs.swap_from_staging and knobs.swap_m > 0,
+        admits_by=f"swap_m={knobs.swap_m}" if knobs.swap_from_staging and knobs.swap_m > 0 else "",
         warnings=warnings,
     )

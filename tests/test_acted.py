@@ -17,6 +17,7 @@ from policies.log import LogChunk, forward_builder, layer_builder
 
 SHAPE, PASSES = random_passes(np.random.default_rng(0), signals=True)
 ACTIVE = {"prefetch_issued": 4, "prefetch_landed": 2, "num_transfers": 3, "num_on_cpu": 2, "slots_moved": 1}
+ACTIVE |= {"num_admitted": 1}
 
 
 def idle(name, knobs=None, **counts):
@@ -26,9 +27,12 @@ def idle(name, knobs=None, **counts):
     return idle_mechanisms(built(name, knobs or {}, SHAPE, PASSES), pl.DataFrame(rows))
 
 
-@pytest.mark.parametrize("name", ["lru", "oled", "gate_ahead", "ideal_prefetch"])
+@pytest.mark.parametrize("name", ["lru", "oled", "gate_ahead", "ideal_prefetch", "swapmoe", "ktransformers", "fiddler"])
 def test_nothing_is_said_of_what_acted(name):
     assert idle(name) == []
+
+
+SWAPS = {"num_admitted": 0, "prefetch_issued": 0, "prefetch_landed": 0}
 
 
 @pytest.mark.parametrize(
@@ -39,6 +43,10 @@ def test_nothing_is_said_of_what_acted(name):
         ("oled", {}, {"num_on_cpu": 0}, "misses=oled never split: all 3 misses of decode forwards were copied"),
         ("lru", {"misses": "oled"}, {"num_transfers": 0}, "misses=oled never split: all 2 misses of decode forwards ran on the CPU"),
         ("oled", {}, {"slots_moved": 0}, "slots follow use, and none ever moved between layers"),
+        ("fiddler", {}, {"num_transfers": 0}, "misses=fiddler never split: all 2 misses of decode forwards ran on the CPU"),
+        ("swapmoe", {}, SWAPS, "swap_m=8 never changed what is resident"),
+        ("swapmoe", {"swap_from_staging": False}, SWAPS, "prefetching is on, and nothing was prefetched"),
+        ("ktransformers", {"kt_dyn": "prefill"}, SWAPS, "kt_dyn=prefill never changed what is resident"),
     ],
 )  # fmt: skip
 def test_what_was_idle_is_said(name, knobs, counts, said):
@@ -52,6 +60,9 @@ def test_what_was_idle_is_said(name, knobs, counts, said):
         ("oled", {"coop": False}, {"num_on_cpu": 0}),
         ("oled", {"layer_adapt": False}, {"slots_moved": 0}),
         ("oled", {}, {"num_transfers": 0, "num_on_cpu": 0}),
+        ("swapmoe", {"swap_m": 0}, SWAPS),
+        ("swapmoe", {"swap_m": 0, "swap_from_staging": False}, SWAPS),
+        ("ktransformers", {}, SWAPS),
     ],
 )
 def test_what_is_off_or_had_nothing_to_do_is_not_idle(name, knobs, counts):
@@ -78,3 +89,21 @@ def test_a_run_says_it_in_its_summary():
         "slots follow use, and none ever moved between layers",
     ]
     assert simulate("proxy-tiny", "oled", 16, shape="llada2.0-mini").summary["warnings"] == []
+
+
+def test_transfers_that_stay_are_counted():
+    layers, passes = layer_builder(), forward_builder()
+    layers.append(layer_row(0, 0, transfers=[3, 5, 6], retained=[1, 3, 6]))
+    layers.append(layer_row(0, 1, hits=[3], transfers=[1], on_cpu=[2], retained=[2, 3]))
+    passes.append(forward_row(0))
+    table = ForwardTable(2, 16, 0, 0, is_global=False)
+    table.add(LogChunk(layers.build(), passes.build()))
+    assert table.frame()["num_admitted"].to_list() == [2]
+
+
+def test_a_run_says_that_nothing_was_swapped_in():
+    warnings = {
+        m: simulate("proxy-tiny", "swapmoe", 64, shape="llada2.0-mini", knobs={"swap_m": m}).summary["warnings"]
+        for m in (0, 8)
+    }
+    assert [line for line in warnings[8] if line not in warnings[0]] == ["swap_m=8 never changed what is resident"]
