@@ -12,6 +12,7 @@ from policies.contract import Context, Plan, Policy, PolicyError
 from policies.counting_order import descending
 from policies.jit import jit
 from policies.knobs import limit_of, require_choice, require_limit
+from policies.pool_fill import start_fill, still_fills
 from policies.pool_retention import capacity_of, require_pool, retain
 from policies.request_matrices import (
     RequestMatrices,
@@ -30,6 +31,9 @@ UPDATES = ("online", "frozen")
 MOST_ENTRIES = 10_000  # each is searched at every gate
 _EXPERT_BITS = 16  # a shift is far quicker than a division
 _EXPERT_MASK = (1 << _EXPERT_BITS) - 1
+# counted: layer executions, the entry that `score` is made of, requests awaiting their prediction; of the fill: tokens
+# of each layer in its entry, gates since the last that found something new
+_NOW, _ENTRY, _AWAITING, _TOKENS, _GATES = range(5)
 PER_EPSILON = 10**8  # epsilon is 1e-8; priorities are whole multiples of it
 _ABOVE_ALL = 2.0**64  # priorities, at least epsilon / L, exceed all others when multiplied by it, which is exact
 
@@ -41,10 +45,13 @@ class Knobs:
     mi_mode: str = "prefetch"
     """`prefetch`: predict at each gate and prefetch for the layers to come (MoE-Infinity, section 4.5);
     `request_only`: predict once, when a request's first forward reaches its last layer, fill the pool by that, and
-    then only evict by it, as OLED-MoE (section 2.2) counts the system among the request-level caches."""
+    then only evict by it, as OLED-MoE (section 2.2) counts the system among the request-level caches. Ours: the pool
+    is filled with as many of the highest priorities as it has slots, each once. A prefetch is only for the next time
+    that its layer runs, so what lacks is asked for at every gate, until all has come or a forward brought nothing."""
     mi_match: str = "prefix"
     """What a stored matrix is compared over: `prefix`, the layers that have run, or `full`, all layers, the unrun
-    ones of this forward being 0 (MoE-Infinity, section 4.5 flattens whole matrices). Ours: the default."""
+    ones of this forward being 0 (MoE-Infinity, section 4.5 flattens whole matrices). Ours: the default. It has no
+    effect with mi_mode=request_only, which compares once all layers have run."""
     mi_update: str = "online"
     """`online`: the matrix of each finished request is stored, in place of the closest where all entries are in use;
     `frozen`: those of calibration stay. MoE-Infinity, section 4.3, does not say which entry makes room; its code
@@ -91,7 +98,8 @@ class State(NamedTuple):
 
     score: NDArray[np.float64]  # [L, E] priority by the last prediction
     recency: NDArray[np.int64]  # [L, E] layer execution that activated the expert last, from 1
-    counts: NDArray[np.int64]  # [3] layer executions, entry that `score` is made of, requests awaiting their prediction
+    fill: NDArray[np.int32]  # [L, E] tokens of what is yet to fill the pool
+    counts: NDArray[np.int64]  # [5] by the names above
     matrices: RequestMatrices
 
 
@@ -137,13 +145,14 @@ def protect(score, entry, first, end):
 
 
 @jit
-def predicted(entry, before, first, end, view):
+def predicted(entry, num_tokens, before, first, end, view):
     """Prefetches for some layers: what the entry activated in them, the likeliest and nearest first.
 
     Source: MoE-Infinity, section 4.5, algorithm 1: the share of the layer's tokens times 1 - distance / L.
 
     Args:
-        entry: [L, E] tokens routed, the same sum in each layer.
+        entry: [L, E] tokens routed.
+        num_tokens: their sum in each layer.
         before: layer that distances count from.
         first: first layer to prefetch for.
         end: first layer after those.
@@ -163,7 +172,7 @@ def predicted(entry, before, first, end, view):
             cells[size], keys[size] = layer << _EXPERT_BITS | expert, count * weight
             size += (count > 0) & ~view.resident[layer, expert] & ~view.in_flight[layer, expert]
     prefetches, priority = np.empty((size, 2), np.int64), np.zeros((size, 2), np.float64)
-    scale = float(max(entry[0].sum(), 1) * num_layers)
+    scale = float(max(num_tokens, 1) * num_layers)
     for row, index in enumerate(descending(keys[:size])):
         prefetches[row, 0], prefetches[row, 1] = cells[index] >> _EXPERT_BITS, cells[index] & _EXPERT_MASK
         priority[row, 0] = -float(keys[index]) / scale
@@ -179,38 +188,48 @@ def decide(params, state, step, view):
 
     Source: MoE-Infinity, sections 4.3 to 4.5.
     Differs: matrices count the tokens of a whole block, and in prefill of the prompt; the released code departs from
-    the paper in what it compares and evicts, and is not followed.
+    the paper in what it compares and evicts, and is not followed. A request that is absent from a forward counts as
+    finished. Without calibration the policy is refused, so that it never starts with no matrix at all. With
+    `mi_mode=request_only` the pool is filled over several forwards: a copy that has not started when its layer begins
+    is dropped, and none starts where nothing that scores lower makes room.
     """
-    layer, matrices = step.layer, state.matrices
+    layer, matrices, counts = step.layer, state.matrices, state.counts
     num_layers, num_experts = state.score.shape
     if layer == 0:
-        state.counts[1] = end_requests(matrices, step, params.learns, state.counts[1])
-    state.counts[2] += count_requests(matrices, step)
+        counts[_ENTRY] = end_requests(matrices, step, params.learns, counts[_ENTRY])
+    counts[_AWAITING] += count_requests(matrices, step)
     see(matrices, step)
-    state.counts[0] += 1
+    counts[_NOW] += 1
     for expert in range(num_experts):
         if step.load[expert] > 0:
-            state.recency[layer, expert] = state.counts[0]
+            state.recency[layer, expert] = counts[_NOW]
 
     prefetches, priority = np.empty((0, 2), np.int64), np.empty((0, 2), np.float64)
-    order, entry = state.score, -1
-    if params.each_gate or (layer == num_layers - 1 and state.counts[2] > 0):
+    order, entry, issues = state.score, -1, False
+    if params.each_gate or (layer == num_layers - 1 and counts[_AWAITING] > 0):
         entry = nearest(matrices, num_layers - 1 if params.whole else layer)
-    if entry >= 0:
-        before, first, end = layer, layer + 1, layer + 1 + min(params.depth, num_layers - 1 - layer)
-        if not params.each_gate:
-            before, first, end = 0, 0, num_layers
-            state.counts[2] = 0
-        if entry != state.counts[1] or params.protect:
-            rank(state.score, matrices.entries[entry])
-            state.counts[1] = entry
-        if params.protect:
-            order = protect(state.score, matrices.entries[entry], first, end)
-        prefetches, priority = predicted(matrices.entries[entry], before, first, end, view)
+    if entry >= 0 and (entry != counts[_ENTRY] or params.protect):
+        rank(state.score, matrices.entries[entry])
+        counts[_ENTRY] = entry
+    if params.each_gate:
+        issues = entry >= 0
+        if issues:
+            chosen, end = matrices.entries[entry], layer + 1 + min(params.depth, num_layers - 1 - layer)
+            if params.protect:
+                order = protect(state.score, chosen, layer + 1, end)
+            prefetches, priority = predicted(chosen, chosen[0].sum(), layer, layer + 1, end, view)
+    else:
+        if entry >= 0:
+            chosen = matrices.entries[entry]
+            start_fill(state.fill, counts[_GATES:], chosen, state.score, state.recency, view.capacity)
+            counts[_AWAITING], counts[_TOKENS] = 0, chosen[0].sum()
+        issues = counts[_AWAITING] == 0 and still_fills(state.fill, counts[_GATES:], view)
+        if issues:
+            prefetches, priority = predicted(state.fill, counts[_TOKENS], 0, 0, num_layers, view)
 
     transfers = ids_of(missed_of(step.load, view.resident[layer]))
     retained = retain(step, view, transfers, order, state.recency, params.max_admit)
-    return Plan(transfers, np.empty(0, np.int64), retained, prefetches, priority, entry >= 0, 0)
+    return Plan(transfers, np.empty(0, np.int64), retained, prefetches, priority, issues, 0)
 
 
 def build(knobs: Knobs, context: Context) -> Policy:
@@ -234,7 +253,13 @@ def build(knobs: Knobs, context: Context) -> Policy:
         size = (shape.num_layers, shape.num_experts)
         score = np.empty(size)
         rank(score, np.zeros(size, np.int32))
-        state = State(score, np.zeros(size, np.int64), np.array([0, -1, 0]), request_matrices(stored, knobs.mi_entries))
+        state = State(
+            score=score,
+            recency=np.zeros(size, np.int64),
+            fill=np.zeros(size, np.int32),
+            counts=np.array([0, -1, 0, 0, -1]),
+            matrices=request_matrices(stored, knobs.mi_entries),
+        )
         return state, nobody_resident(shape), capacity
 
     return Policy("moe_infinity", params, init, decide, pool=knobs.pool, prefetches=knobs.depth != 0)

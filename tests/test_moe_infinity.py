@@ -123,11 +123,34 @@ def test_depth_bounds_the_layers():
 
 def test_a_request_is_predicted_once_after_its_first_forward():
     gates = Gates(policy_for([A, B], mi_mode="request_only"))
-    plans = [*gates.ask([1, 1, 1, 1], blocks=[-1]), *gates.ask([0, 0, 0, 0])]
-    assert [len(plan.prefetches) for plan in plans] == [0, 0, 0, 5, 0, 0, 0, 0]
-    assert [plan.clear_prefetches for plan in plans] == [False] * 3 + [True] + [False] * 4
+    plans = [*gates.ask([1, 1, 1, 1], blocks=[-1]), *gates.ask([0, 0, 0, 0]), *gates.ask([0, 0, 0, 0])]
+    # nothing arrives for a whole forward
+    assert [len(plan.prefetches) for plan in plans] == [0, 0, 0, 5, 5, 5, 5, 0, 0, 0, 0, 0]
+    assert [plan.clear_prefetches for plan in plans] == [False] * 3 + [True] * 4 + [False] * 5
     # by what stays longest: A's shares (1/3, 2/3), 1, 1, 1 times 1, 3/4, 1/2, 1/4
     assert plans[3].prefetches.tolist() == [[1, 1], [0, 1], [2, 1], [0, 0], [3, 1]]
+
+
+def test_what_lacks_is_asked_for_until_it_has_come_once():
+    gates = Gates(policy_for([A, B], mi_mode="request_only"), slots=4)
+    gates.resident[0, 1] = True
+    *_, plan = gates.ask([1, 1, 1, 1], blocks=[-1])
+    found = [plan.prefetches.tolist()]  # the pool holds four, of which one is there
+    for layer, plan in enumerate(gates.ask([0, 0, 0, 0])):
+        found.append(plan.prefetches.tolist())
+        gates.resident[:] = False
+        gates.resident[[[0], [1], [2], [3]][layer], [[0], [1], [1], [1]][layer]] = True
+    assert found == [[[1, 1], [2, 1], [0, 0]], [[1, 1], [2, 1], [0, 0]], [[1, 1], [2, 1]], [[2, 1]], []]
+    assert all(plan.prefetches.size == 0 for plan in gates.ask([0, 0, 0, 0]))
+
+
+def test_each_pool_is_filled_with_what_it_holds():
+    gates = Gates(policy_for([A, B], mi_mode="request_only", pool="layer"), slots=5)
+    *_, plan = gates.ask([1, 1, 1, 1], blocks=[-1])
+    assert plan.prefetches.tolist() == [[1, 1], [0, 1], [2, 1], [0, 0], [3, 1]]  # the first layer has two slots
+    gates = Gates(policy_for([A, B], mi_mode="request_only", pool="layer"), slots=4)
+    *_, plan = gates.ask([1, 1, 1, 1], blocks=[-1])
+    assert plan.prefetches.tolist() == [[1, 1], [0, 1], [2, 1], [3, 1]]
 
 
 def test_a_finished_request_is_stored_and_takes_the_place_of_the_closest():
@@ -160,6 +183,7 @@ class Plain:
         self.stored = [matrix.astype(int) for matrix in stored[: knobs.mi_entries]]
         self.matrices, self.awaiting, self.match = {}, False, None
         self.recency = np.zeros(stored.shape[1:], int)
+        self.fill, self.gates_since_new = {}, 0
         self.now = 0
 
     def similarity(self, one, other, layers):
@@ -186,6 +210,17 @@ class Plain:
             return Fraction(0)
         return Fraction(int(self.match[layer, expert]), int(self.match[layer].sum()))
 
+    def what_fills(self, capacity, score):
+        """As much as each pool holds, by {(layer, expert): priority}."""
+        chosen, num_layers = {}, len(self.match)
+        for pool, slots in enumerate(capacity.tolist()):
+            cells = [tuple(cell) for cell in np.argwhere(self.match).tolist()]
+            cells = [cell for cell in cells if len(capacity) == 1 or cell[0] == pool]
+            cells.sort(key=lambda cell: (-score(*cell), -self.recency[cell], cell))
+            for at, expert in cells[:slots]:
+                chosen[at, expert] = self.share(at, expert) * (1 - Fraction(at, num_layers))
+        return chosen
+
     def decide(self, params, state, step, view):
         layer, (num_layers, num_experts) = step.layer, view.resident.shape
         if layer == 0:
@@ -203,24 +238,36 @@ class Plain:
 
         once = self.knobs.mi_mode == "request_only"
         predicts = bool(self.stored) and (not once or (self.awaiting and layer == num_layers - 1))
+        issues = predicts
         expected = []
         protected = set()
+
+        def score(at, expert):
+            return (self.share(at, expert) + Fraction(1, 10**8)) * (1 - Fraction(at, num_layers))
+
         if predicts:
             self.awaiting = False
             layers = num_layers if self.knobs.mi_match == "full" else layer + 1
             self.match = self.stored[self.closest(self.forward, layers)].copy()
+        if once:
+            if predicts:
+                self.fill, self.gates_since_new = self.what_fills(view.capacity, score), 0
+            there = {cell for cell in self.fill if view.resident[cell] or view.in_flight[cell]}
+            self.gates_since_new = 1 if there else self.gates_since_new + 1
+            self.fill = {cell: value for cell, value in self.fill.items() if cell not in there}
+            if self.gates_since_new > num_layers:
+                self.fill = {}
+            issues = bool(self.fill) and not self.awaiting
+            expected = [(-value, *cell) for cell, value in self.fill.items()] if issues else []
+        elif predicts:
             depth = num_layers if self.knobs.depth is None else self.knobs.depth
-            first, before = (0, 0) if once else (layer + 1, layer)
-            for at in range(first, num_layers if once else min(layer + 1 + depth, num_layers)):
+            for at in range(layer + 1, min(layer + 1 + depth, num_layers)):
                 for expert in np.flatnonzero(self.match[at]).tolist():
                     protected.add((at, expert))
                     if not view.resident[at, expert] and not view.in_flight[at, expert]:
-                        value = self.share(at, expert) * (1 - Fraction(at - before, num_layers))
+                        value = self.share(at, expert) * (1 - Fraction(at - layer, num_layers))
                         expected.append((-value, at, expert))
         expected.sort()
-
-        def score(at, expert):
-            return (self.share(at, expert) + Fraction(1, 10**8)) * (1 - Fraction(at, num_layers))
 
         def is_protected(at, expert):
             return self.knobs.mi_protect_predicted and (at, expert) in protected
@@ -245,7 +292,7 @@ class Plain:
         assert plan.on_cpu.size == 0
         assert [tuple(pair) for pair in plan.prefetches.tolist()] == [(at, e) for _, at, e in expected]
         assert plan.prefetch_priority.tolist() == [[float(value), 0.0] for value, _, _ in expected]
-        assert (plan.clear_prefetches, plan.prefetch_delay_ns) == (predicts, 0)
+        assert (plan.clear_prefetches, plan.prefetch_delay_ns) == (issues, 0)
         start = 0 if is_global else layer * num_experts
         assert [divmod(n + start, num_experts) for n in np.flatnonzero(plan.retained)] == sorted(retained)
         if predicts or self.match is None:
