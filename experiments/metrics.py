@@ -11,6 +11,8 @@ from typing import Any
 
 import polars as pl
 
+from policies.log import PREFETCH_COUNTS
+
 
 def counted(forwards: pl.DataFrame) -> pl.DataFrame:
     """Forwards that are not warm-up."""
@@ -109,6 +111,21 @@ def exposed_stall_ms(forwards: pl.DataFrame) -> float:
     return _sum(forwards, "exposed_stall_ns") / 1e6
 
 
+def misses_copied_ratio(forwards: pl.DataFrame) -> float | None:
+    """Missed experts that are copied to the GPU, over missed experts."""
+    return _ratio(_sum(forwards, "num_transfers"), _sum(forwards, "num_transfers") + _sum(forwards, "num_on_cpu"))
+
+
+def misses_on_cpu_ratio(forwards: pl.DataFrame) -> float | None:
+    """Missed experts that run on the CPU, over missed experts."""
+    return _ratio(_sum(forwards, "num_on_cpu"), _sum(forwards, "num_transfers") + _sum(forwards, "num_on_cpu"))
+
+
+def num_prefetches(forwards: pl.DataFrame, fate: str) -> int:
+    """Prefetches of this fate, one of PREFETCH_COUNTS, each in the forward in which it came to that."""
+    return int(_sum(forwards, fate))
+
+
 def policy_ms(forwards: pl.DataFrame) -> float:
     """Charged decision time; a sum."""
     return _sum(forwards, "policy_ns") / 1e6
@@ -152,6 +169,8 @@ METRICS = (
     hit_ratio,
     token_hit_ratio,
     effective_transfer_ratio,
+    misses_copied_ratio,
+    misses_on_cpu_ratio,
     exposed_stall_ms,
     exposed_stall_ms_per_token,
     tokens_per_forward,
@@ -169,5 +188,6 @@ def measure(forwards: pl.DataFrame, expert_bytes: int) -> dict[str, Any]:
     return {
         **{metric.__name__: metric(forwards) for metric in METRICS},
         "h2d_bytes": h2d_bytes(forwards, expert_bytes),
+        **{fate: num_prefetches(forwards, fate) for fate in PREFETCH_COUNTS},
         **{f"forward_ms_p{percent}": forward_ms(forwards, percent / 100) for percent in (50, 90, 99)},
     }

@@ -228,6 +228,7 @@ def _summary(
         "pool": policy.pool,
         "misses": policy.misses,
         "sized": policy.sized,
+        "clairvoyant": policy.clairvoyant,
         "slots_per_layer": num_slots // metadata.shape.num_layers,
         "trace": reader.path.stem,
         "trace_hash": metadata_hash(metadata),

@@ -62,7 +62,8 @@ class Knobs(DispatchKnobs):
 
     nbar: str = "calibration"
     """Tokens of an average expert: of those activated in the `calibration` split, or of those `missed` by `lru` there
-    with the same slots (section 4.4 has missed experts, "profiled")."""
+    with the same slots, which needs its passes and so `calibration=warmup` where a record ships (section 4.4 has
+    missed experts, "profiled")."""
     nbar_online: bool = False
     """Go on averaging over the run: its own activated, or missed, experts join those of the calibration split.
     Ours: section 4.4 has a "profiled" average."""
@@ -134,9 +135,12 @@ def missed_load(calibration: Iterable[Pass], shape: ModelShape, slots: int) -> t
             num_tokens += int(decision.step.load[missed].sum())
             num_missed += int(missed.sum())
     if num_decisions == 0:
-        raise PolicyError("nbar=missed needs the passes of a calibration split, and there are none")
+        raise PolicyError(
+            "oled: nbar=missed needs the passes that it calibrates from, which a record of them does not hold: "
+            "calibration=warmup with one warm-up request or more has them"
+        )
     if num_missed == 0:
-        raise PolicyError(f"nbar=missed: lru misses nothing in the calibration passes with {slots} slots")
+        raise PolicyError(f"oled: nbar=missed: lru misses nothing in the calibration passes with {slots} slots")
     return num_tokens, num_missed
 
 

@@ -154,8 +154,10 @@ def build(knobs: Knobs, context: Context) -> Policy:
     else:
         token_ids = context.calibration.token_ids
         rows = token_rows(context.calibration, context.shape.top_k)
-    warnings = ()
-    if not (foresees or token_ids.size):
+    warnings: tuple[str, ...] = ()
+    if foresees:
+        warnings = (f"oracle_noise={knobs.oracle_noise} predicts from the run itself, which no running system can",)
+    elif not token_ids.size:
         warnings = ("calibration knows no input token: all are predicted as average ones",)
     return Policy(
         "sida",

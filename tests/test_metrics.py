@@ -8,7 +8,7 @@ import pytest
 
 from experiments import metrics
 from experiments.results import ForwardTable
-from policies.log import DecisionHash, LogChunk, forward_builder, layer_builder
+from policies.log import PREFETCH_COUNTS, DecisionHash, LogChunk, forward_builder, layer_builder
 from tracer.schema import ForwardKind
 
 E = 16
@@ -245,6 +245,28 @@ def test_bytes_stall_and_busy_shares():
     assert metrics.policy_ms(made) == 15 / 1e6
 
 
+def test_misses_are_copied_or_run_on_the_cpu():
+    rows = [
+        layer_row(0, kind=ForwardKind.PREFILL, transfers=[1, 2, 3]),
+        layer_row(1, hits=[1], transfers=[2, 3, 4], on_cpu=[5]),
+        layer_row(2, on_cpu=[5, 6, 7, 8]),
+    ]
+    forwards = [forward_row(0, kind=ForwardKind.PREFILL), forward_row(1), forward_row(2)]
+    made = table(rows, forwards).frame()
+    assert (metrics.misses_copied_ratio(made), metrics.misses_on_cpu_ratio(made)) == (3 / 8, 5 / 8)
+
+
+def test_prefetches_are_counted_by_fate_in_counted_decode_forwards():
+    def fates(forward):
+        return {name: 10**forward * (place + 1) for place, name in enumerate(PREFETCH_COUNTS)}
+
+    rows = [layer_row(i, request=min(i, 1), **fates(i)) for i in range(4)]
+    rows[1]["kind"] = ForwardKind.PREFILL
+    forwards = [forward_row(i, requests=(min(i, 1),), kind=rows[i]["kind"]) for i in range(4)]
+    measured = metrics.measure(table(rows, forwards, warmup=1).frame(), 100)
+    assert [measured[name] for name in PREFETCH_COUNTS] == [1100 * (i + 1) for i in range(9)]
+
+
 def test_nothing_counted_is_null_not_nan():
     made = table(
         [layer_row(0, kind=ForwardKind.PREFILL)], [forward_row(0, kind=ForwardKind.PREFILL, accepted=(0,))]
@@ -255,6 +277,8 @@ def test_nothing_counted_is_null_not_nan():
         metrics.utilization,
         metrics.hit_ratio,
         metrics.token_hit_ratio,
+        metrics.misses_copied_ratio,
+        metrics.misses_on_cpu_ratio,
         metrics.link_busy_ratio,
     ):
         assert metric(made) is None

@@ -391,7 +391,9 @@ def test_what_cannot_be_built_or_begun():
     shape, passes = random_passes(np.random.default_rng(1))
     with pytest.raises(PolicyError, match=r"^oled needs calibration, and there is none"):
         build_policy("oled", {}, Context(shape))
-    with pytest.raises(PolicyError, match="nbar=missed needs the passes of a calibration split, and there are none"):
+    with pytest.raises(
+        PolicyError, match=r"oled: nbar=missed needs the passes that it calibrates from, .*calibration=warmup"
+    ):
         built("oled", {"nbar": "missed"}, shape, passes, []).init(None, shape, 12)
     assert build(Knobs(coop=False), Context(shape)).misses == "h2d"
     with pytest.raises(PolicyError, match="gate_kind=raw needs scores of the table signals, which this trace lacks"):

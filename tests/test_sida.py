@@ -474,6 +474,9 @@ def test_what_it_is_built_from():
         build_policy("sida", {}, Context(shape))
     with pytest.raises(PolicyError, match="sida needs the passes of the run, and there are none"):
         build_policy("sida", {"oracle_noise": 0.0}, Context(shape))
+    assert built("sida", {"oracle_noise": 0.0}, shape, passes).warnings == (
+        "oracle_noise=0.0 predicts from the run itself, which no running system can",
+    )
     unknown = policy_for(table_of({}, [[1] * 16] * 3), shape)
     assert unknown.warnings == ("calibration knows no input token: all are predicted as average ones",)
     shorter = built("sida", {"oracle_noise": 0.0, "sida_unit": "iter"}, shape, passes[:-1])
