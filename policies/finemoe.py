@@ -13,7 +13,7 @@ from policies.expert_maps import DISTRIBUTIONS, TOPK, MapStore, empty_store, sto
 from policies.jit import jit
 from policies.knobs import limit_of, require_choice, require_limit
 from policies.map_learning import learn
-from policies.map_prediction import POOLINGS, predict
+from policies.map_prediction import POOLINGS, predict, priority_to_stay
 from policies.map_search import Queries, directions, no_queries, search_trajectories, similar_sketch
 from policies.pool_retention import capacity_of, require_pool, retain
 from policies.retention import by_priority, ids_of, missed_of, nobody_resident
@@ -123,7 +123,7 @@ def count_uses(state, step, view, resets):
         if step.load[expert] > 0:
             num_activated += 1
             state.uses[layer, expert] += 1
-            state.score[layer, expert] = state.shares[layer, expert] * state.uses[layer, expert]
+            state.score[layer, expert] = priority_to_stay(state.shares[layer, expert], state.uses[layer, expert])
     if step.kind != _PREFILL:
         before = state.activity[layer]
         state.activity[layer] = num_activated if before == 0.0 else before + _EMA * (num_activated - before)

@@ -8,6 +8,7 @@ from policies.jit import jit
 
 POOLINGS = ("max", "sum", "mean_map")
 _SUM = POOLINGS.index("sum")
+_SPLIT = 2.0**20 + 1
 
 
 @jit
@@ -50,6 +51,14 @@ def add_selected(pooling, store, entry, target, count, shares):
 
 
 @jit
+def priority_to_stay(share, uses):
+    """Share times uses, to 33 binary digits, which is what shares are exact to: so equal products are equal numbers."""
+    product = share * uses
+    high = _SPLIT * product
+    return high - (high - product)
+
+
+@jit
 def predict(params, state, view, layer, targets, entries, similarities, wanted):
     """Predict some layers by one map for each query, and say what of that is neither resident nor in flight.
 
@@ -78,6 +87,6 @@ def predict(params, state, view, layer, targets, entries, similarities, wanted):
         for expert in range(num_experts):
             share = max(shares[expert], 0.0)
             state.shares[target, expert] = share
-            state.score[target, expert] = share * state.uses[target, expert]
+            state.score[target, expert] = priority_to_stay(share, state.uses[target, expert])
             if shares[expert] >= 0.0 and not view.resident[target, expert] and not view.in_flight[target, expert]:
                 row[expert] = share / (target - layer)

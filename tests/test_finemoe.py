@@ -11,7 +11,7 @@ from strategies import change, random_passes
 from policies.contract import Context, PolicyError, View
 from policies.expert_maps import DISTRIBUTIONS
 from policies.finemoe import Knobs
-from policies.map_prediction import num_selected
+from policies.map_prediction import num_selected, priority_to_stay
 from policies.map_search import MOST_TOKENS, highest
 from policies.pool_retention import retain
 from policies.registry import build_policy
@@ -97,6 +97,27 @@ def test_the_lowest_product_of_share_and_uses_leaves():
     view = View(resident, np.zeros_like(resident), np.array([3]), 0, ESTIMATES)
     step = step_at(Steps(gates.shape).read(pass_), 0)
     assert retain(step, view, np.array([3]), score, uses, 9).tolist() == [True, False, True, True]
+
+
+@given(st.integers(1, 255), st.integers(1, 8160), st.integers(1, 255), st.integers(1, 8160), st.integers(1, 500))
+def test_equal_products_are_equal_numbers_and_others_are_not(level, total, other, other_total, uses):
+    found = priority_to_stay(level / total, other * uses)
+    assert found == priority_to_stay(other / total, level * uses)
+    assert found == priority_to_stay((level / 255) / (total / 255), other * uses)
+    assert found == pytest.approx(level * other * uses / total, rel=1e-9)
+    one, two = level * other_total, other * total
+    numbers = priority_to_stay(level / total, uses), priority_to_stay(other / other_total, uses)
+    assert (numbers[0] < numbers[1], numbers[0] == numbers[1]) == (one < two, one == two)
+
+
+def test_no_rounding_decides_who_leaves():
+    maps, scores = [[1, 0, 0, 0], [0.1, 0.3, 0.6, 0]], [[0, 0, 0, 1], [0, 0, 0, 1]]
+    gates = Gates([maps], 2, depth=1)
+    gates.state.uses[1] = [6, 2, 1, 0]
+    next(gates.ask([scores]))
+    assert gates.state.shares[1].round(9).tolist() == [0.1, 0.3, 0.6, 0]
+    assert np.unique(gates.state.shares[1, :3] * gates.state.uses[1, :3]).size > 1
+    assert np.unique(gates.state.score[1, :3]).size == 1
 
 
 @pytest.mark.parametrize(
