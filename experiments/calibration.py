@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from policies.contract import Context
-from tracer.calibration import Calibrator, load
-from tracer.schema import Calibration, ModelShape, Pass, TraceError
+from tracer.calibration import Calibrator
+from tracer.calibration_file import load
+from tracer.merge import content_hashes
+from tracer.schema import Calibration, ModelShape, Pass, TraceError, TraceMetadata
 from tracer.shipped import DATA_DIRECTORY
 from tracer.store import TraceReader
 
@@ -42,7 +46,7 @@ def context_of(
         seed: of the run.
 
     Raises:
-        TraceError: the record cannot be read, or is of another shape.
+        TraceError: the record cannot be read, is of another shape, or is of requests that are evaluated.
     """
     shape = reader.metadata.shape
     context = Context(shape, passes=reader, has_signals=reader.has_signals, seed=seed)
@@ -54,6 +58,7 @@ def context_of(
                 f"{path}: is of {found.load.shape[0]} layers of {found.load.shape[1]} experts, the trace has "
                 f"{shape.num_layers} of {shape.num_experts}"
             )
+        _check_disjoint(path, found, reader, warmup_requests)
         return replace(context, calibrate=lambda: found), _named(path, found)
     path = shipped_record(reader.metadata.source)
     if calibration == "auto" and path is not None:
@@ -68,7 +73,13 @@ def context_of(
         try:
             return calibrated(FirstRequests(reader.passes(signals=reader.has_signals), warmup_requests), shape, name)
         except TraceError as error:
-            raise TraceError(f"{error}; warmup_requests says how many there are") from None
+            batch = next(iter(reader)).requests.size
+            shared = f"{batch} requests share the first forward: " if batch > 1 else ""
+            least = max(batch, warmup_requests + 1)
+            more = f"warmup_requests={least} or more helps, or " if least < reader.num_requests else "what helps is "
+            raise TraceError(
+                f"{error}; {shared}{more}calibration=PATH of a record that `oled-generate record` makes"
+            ) from None
 
     return replace(context, calibrate=calibrate, calibration_passes=FirstRequests(reader, warmup_requests)), name
 
@@ -85,11 +96,72 @@ def calibrated(passes: Iterable[Pass], shape: ModelShape, name: str) -> Calibrat
     return calibrator.finish()
 
 
+def recorded(readers: Sequence[TraceReader], num_requests: int | None = None) -> Calibration:
+    """The record of the first requests of these traces, one trace after the other; of all requests without a number.
+
+    Raises:
+        TraceError: the traces are of several models, hold fewer requests, or no decode forward of these requests alone.
+    """
+    first, total = readers[0].metadata, sum(reader.num_requests for reader in readers)
+    for reader in readers[1:]:
+        if _model(reader.metadata) != _model(first) or reader.metadata.shape != first.shape:
+            raise TraceError(f"{reader.path}: is of another model than {readers[0].path}; a record is of one")
+    wanted = total if num_requests is None else num_requests
+    if not 1 <= wanted <= total:
+        raise TraceError(f"requests {wanted}: must be 1 to {total}, the requests of the traces")
+    calibrator = Calibrator(first.shape, *_model(first))
+    signals = all(reader.has_signals for reader in readers)
+    numbers: dict[tuple[int, int], int] = {}  # in the record, by trace and request
+    hashes: list[str] = []
+    for index, reader in enumerate(readers):
+        if len(numbers) == wanted:
+            break
+        hashes += content_hashes(reader.metadata)
+        for pass_ in FirstRequests(reader.passes(signals=signals), wanted - len(numbers)):
+            requests = [numbers.setdefault((index, request), len(numbers)) for request in pass_.requests.tolist()]
+            calibrator.add(replace(pass_, requests=np.array(requests)))
+    try:
+        found = calibrator.finish()
+    except TraceError as error:
+        raise TraceError(f"{error}, without the forwards that later requests share") from None
+    return replace(found, num_requests=len(numbers), content_hashes=tuple(dict.fromkeys(hashes)))
+
+
+def warnings_of(context: Context, reader: TraceReader, calibration: str) -> list[str]:
+    """What to say of a record that was named, where it is of another model than the trace of the run."""
+    if calibration in ("auto", "warmup"):
+        return []
+    found, metadata = context.calibration, reader.metadata
+    if (found.name, found.checkpoint_hash) == _model(metadata):
+        return []
+    record, trace = (
+        f"{name}, checkpoint {checkpoint[:8] or 'unknown'}"
+        for name, checkpoint in ((found.name, found.checkpoint_hash), _model(metadata))
+    )
+    return [f"calibration {Path(calibration).name} is of another model ({record}) than the trace ({trace})"]
+
+
 def shipped_record(source: str) -> Path | None:
     """The record that ships with the model of a trace's source, if one does."""
     kind, _, name = source.partition(":")
     path = DATA_DIRECTORY / f"{name}.calibration.npz"
     return path if kind == "proxy" and path.is_file() else None
+
+
+def _check_disjoint(path: Path, found: Calibration, reader: TraceReader, warmup_requests: int) -> None:
+    """Refuse a record of requests that are evaluated; the first ones of the one trace that both are of may be warm-up."""
+    own, theirs = set(content_hashes(reader.metadata)), set(found.content_hashes)
+    is_first = len(own | theirs) == 1
+    if own.isdisjoint(theirs) or (is_first and found.num_requests <= warmup_requests):
+        return
+    can_be = is_first and found.num_requests < reader.num_requests
+    needed = f"warmup_requests of {found.num_requests} or more" if can_be else "a record of others"
+    raise TraceError(f"{path}: is of requests that this run evaluates; needs {needed}")
+
+
+def _model(metadata: TraceMetadata) -> tuple[str, str]:
+    """Name and hash of the checkpoint, empty where unknown, as records have them."""
+    return metadata.source, metadata.details.get("checkpoint_hash") or ""
 
 
 def _is_of(found: Calibration, reader: TraceReader) -> bool:
@@ -104,4 +176,5 @@ def _is_of(found: Calibration, reader: TraceReader) -> bool:
 
 def _named(path: Path, found: Calibration) -> str:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return f"{path.name}: {found.num_requests} requests of {found.name}, sha256 {digest}"
+    plural = "" if found.num_requests == 1 else "s"
+    return f"{path.name}: {found.num_requests} request{plural} of {found.name}, sha256 {digest}"

@@ -43,7 +43,10 @@ FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: 1 shows tracebacks
 
 
 # What a user can get wrong, and read in one line; anything else is a bug and keeps its traceback.
-USER_ERRORS = (ConfigError, TraceError, PlanError, PolicyError, ProfileError, OmegaConfBaseException, OSError)
+USER_ERRORS = (
+    *(ConfigError, TraceError, PlanError, PolicyError, ProfileError),
+    *(OmegaConfBaseException, OSError, MemoryError),
+)
 
 
 def hydra_command(
@@ -122,6 +125,8 @@ def explain(error: BaseException) -> str:
         return f"{ambiguous[1]}: several values of a key need -m, which runs them all"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error or 'an allocation failed'}"
     return " ".join(str(error).split())
 
 

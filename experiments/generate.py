@@ -1,4 +1,4 @@
-"""`oled-generate`: synthetic traces, controls of a trace, and batches of recorded requests."""
+"""`oled-generate`: synthetic traces, controls of a trace, batches of recorded requests, and records to calibrate from."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
+from experiments.calibration import recorded
 from experiments.cli import USER_ERRORS, explain
 from experiments.profiles import load_shape
 from experiments.terminal import INTERRUPTED, Ended, ending_as_error, flush, mend_streams
 from tracer import locality
+from tracer.calibration_file import load, save
 from tracer.controls import control_metadata, shuffled, uniform
 from tracer.merge import merge, merged_metadata
-from tracer.schema import GATE_DTYPES, ModelShape, Pass, TraceMetadata
+from tracer.schema import GATE_DTYPES, ModelShape, Pass, TraceError, TraceMetadata
 from tracer.shipped import find_trace
 from tracer.store import TraceReader, TraceWriter
 from tracer.synthetic import SyntheticSettings, SyntheticTrace
 from tracer.synthetic_decode import DecodeScript
 
 PROGRAM = "oled-generate"
+MAX_LAYERS = 1024  # far more than any model has
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make a trace from no model; exits with 2 after an error of the user, with 128 and its number after a signal."""
+    """Make a trace, or a record of one; exits with 2 after an error of the user, with 128 and its number after a signal."""
     mend_streams()
     options = _parser().parse_args(arguments)
     try:
         with ending_as_error():
-            options.run(options)
-            print(describe(options.output))
+            print(options.run(options))
             flush()
     except BrokenPipeError:  # the trace is whole; whoever read what we print has seen enough
         raise SystemExit(128 + signal.SIGPIPE) from None
@@ -110,12 +112,18 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("traces", nargs="+", metavar="trace", help="one or more; requests are taken from them in turn")
     _add_output(made)
     made.add_argument("--batch", type=int, required=True, metavar="N", help="requests that run at once")
+    made = command(
+        "record", _record, "a record of requests for policies to learn from, as `oled-simulate calibration=`"
+    )
+    made.add_argument("traces", nargs="+", metavar="trace", help="one or more, of one model")
+    _add_output(made, "file to be made, NAME.calibration.npz")
+    made.add_argument("--requests", type=int, metavar="N", help="only the first, trace after trace (default all)")
     return parser
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output", type=Path, help="directory to be made, NAME.trace")
-    parser.add_argument("--overwrite", action="store_true", help="replace a trace of that name")
+def _add_output(parser: argparse.ArgumentParser, text: str = "directory to be made, NAME.trace") -> None:
+    parser.add_argument("output", type=Path, help=text)
+    parser.add_argument("--overwrite", action="store_true", help="replace what has that name, if it is of this kind")
 
 
 def _add_synthetic(parser: argparse.ArgumentParser) -> None:
@@ -168,7 +176,7 @@ def _add_synthetic(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _synthetic(options: argparse.Namespace) -> None:
+def _synthetic(options: argparse.Namespace) -> str:
     shape = _shape(options)
     trace = SyntheticTrace(
         SyntheticSettings(
@@ -194,12 +202,14 @@ def _synthetic(options: argparse.Namespace) -> None:
             seed=options.seed,
         )
     )
-    _write(options, trace.metadata, trace, trace.num_passes)
+    return _write(options, trace.metadata, trace, trace.num_passes)
 
 
 def _shape(options: argparse.Namespace) -> ModelShape:
     """The named shape with other counts, where these are given."""
     shape = load_shape(options.shape)
+    if options.layers is not None and not 1 <= options.layers <= MAX_LAYERS:
+        raise TraceError(f"layers {options.layers}: must be 1 to {MAX_LAYERS}")
     first = shape.layer_ids[0]
     return replace(
         shape,
@@ -209,35 +219,50 @@ def _shape(options: argparse.Namespace) -> ModelShape:
     )
 
 
-def _uniform(options: argparse.Namespace) -> None:
+def _uniform(options: argparse.Namespace) -> str:
     reader = TraceReader(find_trace(options.trace))
     metadata = control_metadata(reader.metadata, "uniform", options.seed)
-    _write(options, metadata, uniform(reader, reader.metadata.shape, options.seed), reader.num_passes)
+    return _write(options, metadata, uniform(reader, reader.metadata.shape, options.seed), reader.num_passes)
 
 
-def _shuffled(options: argparse.Namespace) -> None:
+def _shuffled(options: argparse.Namespace) -> str:
     reader = TraceReader(find_trace(options.trace))
     within = options.within_requests
     metadata = control_metadata(reader.metadata, "shuffled", options.seed, within_requests=within)
     passes = reader.passes(signals=reader.has_signals)
-    _write(options, metadata, shuffled(passes, options.seed, within_requests=within), reader.num_passes)
+    return _write(options, metadata, shuffled(passes, options.seed, within_requests=within), reader.num_passes)
 
 
-def _merge(options: argparse.Namespace) -> None:
+def _merge(options: argparse.Namespace) -> str:
     readers = [TraceReader(find_trace(name)) for name in options.traces]
     metadata = merged_metadata([reader.metadata for reader in readers], options.batch)
     signals = all(reader.has_signals for reader in readers)
     passes = merge([reader.passes(signals=signals) for reader in readers], options.batch)
-    _write(options, metadata, passes, sum(reader.num_passes for reader in readers))
+    return _write(options, metadata, passes, sum(reader.num_passes for reader in readers))
 
 
-def _write(options: argparse.Namespace, metadata: TraceMetadata, passes: Iterable[Pass], num_forwards: int) -> None:
-    """Write a trace, with a bar on stderr when that is a terminal; a forward is what a pass does for one request."""
+def _write(options: argparse.Namespace, metadata: TraceMetadata, passes: Iterable[Pass], num_forwards: int) -> str:
+    """Write a trace and describe it, with a bar on stderr when that is a terminal.
+
+    A forward is what a pass does for one request.
+    """
     bar = tqdm(total=num_forwards, unit="forward", desc=PROGRAM, disable=not sys.stderr.isatty(), leave=False)
     with bar, TraceWriter(options.output, metadata, overwrite=options.overwrite) as writer:
         for item in passes:
             writer.write(item)
             bar.update(len(item.requests))
+    return describe(options.output)
+
+
+def _record(options: argparse.Namespace) -> str:
+    path = options.output
+    if path.exists():
+        if not options.overwrite:
+            raise TraceError(f"{path}: exists already; choose another name, or ask to overwrite it")
+        load(path)  # what is not a record is not replaced
+    found = recorded([TraceReader(find_trace(name)) for name in options.traces], options.requests)
+    save(path, found)
+    return f"record              {path} ({found.name})\nholds               {found.num_requests} requests"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from experiments import metrics
 from experiments.acted import idle_mechanisms
-from experiments.calibration import context_of
+from experiments.calibration import context_of, warnings_of
 from experiments.decision_log import Comparison
 from experiments.errors import ConfigError
 from experiments.files import RunFiles
@@ -23,7 +23,7 @@ from experiments.policy import built as built_policy
 from experiments.profiles import changes_of, find_profile, find_shape, profile_hash
 from experiments.results import ForwardTable
 from policies.contract import Policy, PolicyError
-from policies.profile import Costs, HardwareProfile, estimates_of
+from policies.profile import Costs, HardwareProfile, ProfileError, estimates_of
 from simulator.des import simulate as simulate_events
 from tracer.files import metadata_hash
 from tracer.records import make_record
@@ -111,7 +111,8 @@ def simulate(
     Args:
         trace: name of a shipped trace, a path, or a reader.
         policy: a registered name; `custom` or `log` with the knob `path`; or a subclass of PlainPolicy, or an object.
-        slots_per_layer: expert slots on the GPU for each MoE layer, 1 to the number of experts.
+        slots_per_layer: expert slots on the GPU for each MoE layer, 1 to the number of experts; `full` and `ondemand`
+            ignore it.
         hardware: name of a shipped profile, path of a YAML file, or a profile.
         knobs: parameters of the policy that differ from its defaults.
         shape: `trace` charges the sizes of the traced model; a name or a shape charges those of another model for
@@ -137,7 +138,7 @@ def simulate(
     arguments = locals()
     given = make_record(_Plain, {name: arguments[name] for name in _Plain.__annotations__}, "simulate", ConfigError)
     for name, value, kinds in (("trace", trace, (str, Path, TraceReader)), ("output", output, (str, Path, type(None)))):
-        if not isinstance(value, kinds):
+        if not isinstance(value, kinds) or "\0" in str(value):
             raise ConfigError(f"simulate: {name} is {value!r}, must be a path")
     if not isinstance(policy, str) and not is_own(policy):
         raise ConfigError(
@@ -148,12 +149,18 @@ def simulate(
     profile = find_profile(hardware)
     traced = reader.metadata.shape
     charged = find_shape(shape, traced)
-    _check_sizes(given.slots_per_layer, traced, given.warmup_requests, reader, given.expert_dtype)
+    _check_numbers(given, reader)
     expert_bytes = charged.expert_bytes(given.expert_dtype)
     costs = profile.costs(charged, expert_bytes, name)
     context, calibration_name = context_of(reader, given.warmup_requests, given.calibration, given.seed)
     built = built_policy(policy, given.knobs, context)
+    if built.sized and not 1 <= given.slots_per_layer <= traced.num_experts:
+        raise PolicyError(
+            f"slots_per_layer is {given.slots_per_layer}, must be 1 to {traced.num_experts}, the experts of a layer of this trace"
+        )
     staging = 2 * costs.transfer_chunk if given.staging_slots is None else given.staging_slots
+    if staging > (most := max(2 * costs.transfer_chunk, traced.num_layers * traced.num_experts)):
+        raise ProfileError(f"staging_slots is {staging}, must be at most {most}, all experts of this trace")
     slots = given.slots_per_layer * traced.num_layers
     passes = reader.passes(signals=built.reads_signals and reader.has_signals)
     chunks = simulate_events(passes, built, traced, slots, costs, estimates_of(costs), staging_slots=staging)
@@ -188,25 +195,22 @@ def simulate(
             files.add(chunk)
             bar.update(len(chunk.forwards))
         summary = _summary(table, built, reader, profile, costs, charged, given.warmup_requests, staging)
-        summary["warnings"] += compared.warnings
+        summary |= {"calibration": calibration_name, "calibration_chosen": given.calibration != "auto"}
+        summary["warnings"] += [*warnings_of(context, reader, given.calibration), *compared.warnings]
         result = Result(summary, table.frame(), run_manifest)
         files.finish(result.summary, result.manifest, result.forwards, given.per_layer)
     return result
 
 
-def _check_sizes(
-    slots_per_layer: int, shape: ModelShape, warmup_requests: int, reader: TraceReader, expert_dtype: str | None
-) -> None:
-    if not 1 <= slots_per_layer <= shape.num_experts:
-        raise PolicyError(
-            f"slots_per_layer is {slots_per_layer}, must be 1 to {shape.num_experts}, the experts of a layer of this trace"
-        )
-    if not 0 <= warmup_requests < reader.num_requests:
+def _check_numbers(given: _Plain, reader: TraceReader) -> None:
+    if not 0 <= given.warmup_requests < reader.num_requests:
         raise TraceError(
-            f"warmup_requests is {warmup_requests}, must be 0 to {reader.num_requests - 1}: the trace holds {reader.num_requests} requests"
+            f"warmup_requests is {given.warmup_requests}, must be 0 to {reader.num_requests - 1}: the trace holds {reader.num_requests} requests"
         )
-    if expert_dtype is not None and expert_dtype not in WEIGHT_BITS:
-        raise TraceError(f"expert_dtype is {expert_dtype!r}, allowed are {', '.join(WEIGHT_BITS)}")
+    if given.expert_dtype is not None and given.expert_dtype not in WEIGHT_BITS:
+        raise TraceError(f"expert_dtype is {given.expert_dtype!r}, allowed are {', '.join(WEIGHT_BITS)}")
+    if given.seed < 0:
+        raise ConfigError(f"seed is {given.seed}, must be 0 or more")
 
 
 def _summary(

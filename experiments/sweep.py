@@ -22,7 +22,7 @@ from experiments.table import SECTION, format_table
 from policies.registry import POLICIES
 from tracer.exchange import put_back
 
-_NAMED_BY_COLUMNS = ("policy", "trace", "hardware", "cache.slots_per_layer")
+_NAMED_BY_COLUMNS = ("policy", "trace", "hardware", "calibration", "cache.slots_per_layer")
 _NAMED_BY_GROUPS = ("policy.", "output.")  # knobs stand in the column variant; what a place is, no number depends on
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,13 @@ from typing import Any
 
 import polars as pl
 
+from experiments.profiles import names
+
 WIDTH = 80
 HASH_DIGITS = 8
 NEVER_VALIDATED = "from data sheets, never validated on this GPU"
 _KNOWN = {"datasheet": NEVER_VALIDATED, "roofline": "not measured at these sizes"}  # by provenance
+_DIGEST = re.compile("[0-9a-f]{64}")
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 # Rows that differ in one of these stand in tables of their own, as nothing but the caption tells them apart.
 SECTION = (
@@ -29,6 +33,8 @@ SECTION = (
     "charged_expert_intermediate",
     "expert_bytes",
     "warmup",
+    "calibration",
+    "calibration_chosen",
 )
 
 
@@ -71,13 +77,13 @@ def format_table(table: pl.DataFrame, swept: Sequence[str] = (), width: int = WI
 
 
 def _contents(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What tells a trace and a profile apart from others of these rows that bear the same name."""
+    """What tells a trace and a profile apart from others that bear the same name: of these rows, or of an own file."""
     parts = []
-    for what, digest, names in (
-        ("trace", "trace_hash", ("trace",)),
-        ("profile", "profile_hash", ("hardware", "hardware_changes")),
+    for what, digest, keys, may_change in (
+        ("trace", "trace_hash", ("trace",), False),
+        ("profile", "profile_hash", ("hardware", "hardware_changes"), row["hardware"] not in names("hardware")),
     ):
-        if len({other[digest] for other in rows if all(other[name] == row[name] for name in names)}) > 1:
+        if may_change or len({other[digest] for other in rows if all(other[key] == row[key] for key in keys)}) > 1:
             parts.append(f"{what} content {row[digest][:HASH_DIGITS]}")
     return parts
 
@@ -85,8 +91,8 @@ def _contents(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list
 def _section(rows: pl.DataFrame, caption: Sequence[str], width: int) -> str:
     variants = [variant for variant in rows["variant"].unique(maintain_order=True) if variant]
     marks = {variant: f" [{i}]" for i, variant in enumerate(variants, 1)}
-    names = [name + marks.get(variant, "") for name, variant in rows.select("policy", "variant").iter_rows()]
-    columns = [Column(("policy", ""), names, is_text=True)]
+    labels = [name + marks.get(variant, "") for name, variant in rows.select("policy", "variant").iter_rows()]
+    columns = [Column(("policy", ""), labels, is_text=True)]
     constant = []
     for key, rank in (("pool", 2), ("misses", 1)):
         if rows[key].n_unique() == 1:
@@ -137,6 +143,8 @@ def describe(row: Mapping[str, Any], swept: Sequence[str] = ()) -> list[str]:
     parts.append(f"experts charged at {sizes}, {row['expert_bytes'] / _UNITS[unit]:.3g} {unit}")
     plural = "" if row["warmup"] == 1 else "s"
     parts.append(f"{row['warmup']} warm-up request{plural}")
+    if row["calibration_chosen"]:
+        parts.append(f"calibration {_DIGEST.sub(lambda found: found[0][:HASH_DIGITS], row['calibration'])}")
     return [*parts, *(f"{key} {_plain(row[key])}" for key in swept)]
 
 

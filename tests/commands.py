@@ -28,6 +28,8 @@ ROW = {
     "exposed_stall_ms": 0.0,
     "decision_hash": "0123456789abcdef" * 4,
     "warmup": 1,
+    "calibration": "first 1 of 24 requests of the trace",
+    "calibration_chosen": False,
     "variant": "",
     "pool": "layer",
     "misses": "h2d",

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -9,11 +10,15 @@ from commands import command
 from strategies import metadata_for, random_passes
 
 from experiments import calibration as choice
-from experiments.calibration import calibrated, context_of
+from experiments.calibration import calibrated, context_of, recorded
 from experiments.run import simulate
 from experiments.simulate import main
+from experiments.sweep import table_of
+from experiments.table import format_table
 from policies.contract import PolicyError
-from tracer.calibration import Calibrator, save
+from tracer.calibration import Calibrator
+from tracer.calibration_file import save
+from tracer.merge import merge, merged_metadata
 from tracer.schema import TraceError
 from tracer.store import TraceReader, TraceWriter
 
@@ -90,7 +95,7 @@ def test_a_record_can_be_named(shipped, tmp_path):
     save(path, replace(own, load=1000 * own.load))  # experts so busy that none is left to the CPU
     split = partial(simulate, reader, "lru", 3, knobs={"misses": "oled"}, shape="llada2.0-mini")
     result = split(calibration=str(path))
-    assert result.manifest["calibration"].startswith("own.npz: 1 requests of my own, sha256 ")
+    assert result.manifest["calibration"].startswith("own.npz: 1 request of my own, sha256 ")
     usual = split()
     assert result.summary["cpu_busy_ratio"] < usual.summary["cpu_busy_ratio"]
     with pytest.raises(TraceError, match=r"absent\.npz"):
@@ -99,6 +104,92 @@ def test_a_record_can_be_named(shipped, tmp_path):
     save(path, calibrated(more, other, "wider"))
     with pytest.raises(TraceError, match=r"own\.npz: is of 3 layers of 16 experts, the trace has 2 of 8"):
         context_of(reader, 1, str(path))
+
+
+def test_a_record_of_another_model_is_taken_with_a_warning(shipped, tmp_path):
+    _, passes, shape = shipped
+    reader = write(tmp_path / "mine.trace", passes, shape, source="proxy:mine", details={"checkpoint_hash": "abcdef"})
+    path = tmp_path / "own.npz"
+    own = calibrated(passes[:4], shape, "proxy:mine")
+    for name, checkpoint in (("proxy:mine", "abcdef"), ("proxy:mine", "0123456789"), ("proxy:toy", "")):
+        save(path, replace(own, name=name, checkpoint_hash=checkpoint))
+        summary = simulate(reader, "oled", 3, calibration=str(path)).summary
+        assert summary["calibration"].startswith(f"own.npz: 1 request of {name}, sha256 ")
+        found = [text for text in summary["warnings"] if "another model" in text]
+        shown = checkpoint[:8] or "unknown"
+        assert (
+            found == []
+            if (name, checkpoint) == ("proxy:mine", "abcdef")
+            else [
+                f"calibration own.npz is of another model ({name}, checkpoint {shown}) than the trace (proxy:mine, checkpoint abcdef)"
+            ]
+        )
+
+
+def test_the_caption_names_a_record_that_was_chosen(shipped, tmp_path):
+    _, passes, shape = shipped
+    reader = write(tmp_path / "mine.trace", passes, shape)
+    save(tmp_path / "own.npz", calibrated(passes[:4], shape, "my own"))
+    chosen, usual = (simulate(reader, "lru", 3, calibration=c).summary for c in (str(tmp_path / "own.npz"), "auto"))
+    assert usual["calibration"] == "first 1 of 3 requests of the trace"
+    digest = sha256((tmp_path / "own.npz").read_bytes()).hexdigest()[:8]
+    first, second = (" ".join(text.split()) for text in format_table(table_of([chosen, usual])).split("\n\ntrace "))
+    assert f"; calibration own.npz: 1 request of my own, sha256 {digest}; pool" in first + second
+    assert (first + second).count("; calibration") == 1
+
+
+def test_a_record_of_the_very_requests_is_refused(tmp_path):
+    shape, passes = random_passes(np.random.default_rng(3), **SIZES | {"num_requests": 4})
+    reader = write(tmp_path / "one.trace", passes, shape)
+    other = write(tmp_path / "other.trace", random_passes(np.random.default_rng(4), **SIZES)[1], shape)
+    batch = write_batch(tmp_path / "batch.trace", [reader], 2)
+    both = write_batch(tmp_path / "both.trace", [reader, other], 2)
+    twice = write_batch(tmp_path / "twice.trace", [write_batch(tmp_path / "again.trace", [reader], 1)], 2)
+    path = tmp_path / "x.npz"
+    for readers in ([reader], [batch], [twice]):
+        save(path, recorded(readers, 2))
+        for trace in (reader, batch, twice):
+            context_of(trace, 2, str(path))
+            with pytest.raises(TraceError, match=r"x\.npz: is of requests that .* needs warmup_requests of 2 or more"):
+                context_of(trace, 1, str(path))
+        with pytest.raises(
+            TraceError, match=r"x\.npz: is of requests that this run evaluates; needs a record of others"
+        ):
+            context_of(both, 2, str(path))
+        context_of(other, 1, str(path))
+    save(path, recorded([reader]))
+    with pytest.raises(TraceError, match="needs a record of others"):
+        context_of(batch, 3, str(path))
+    save(path, recorded([other, reader], 4))
+    with pytest.raises(TraceError, match="needs a record of others"):
+        context_of(reader, 1, str(path))
+    save(path, recorded([other, reader], 3))  # all of the other's
+    context_of(reader, 1, str(path))
+
+
+def test_a_batch_says_what_helps(tmp_path):
+    shape, passes = random_passes(np.random.default_rng(3), **SIZES)
+    reader = write(tmp_path / "one.trace", passes, shape)
+    two, three = (write_batch(tmp_path / f"{batch}.trace", [reader], batch) for batch in (2, 3))
+    helps = "calibration=PATH of a record that `oled-generate record` makes"
+    with pytest.raises(
+        TraceError, match=f"2 requests share the first forward: warmup_requests=2 or more helps, or {helps}"
+    ):
+        simulate(two, "oled", 3)
+    simulate(two, "oled", 3, warmup_requests=2)
+    for warmup_requests in (1, 2):
+        with pytest.raises(TraceError, match=f"3 requests share the first forward: what helps is {helps}"):
+            simulate(three, "oled", 3, warmup_requests=warmup_requests)
+    other = write(tmp_path / "other.trace", random_passes(np.random.default_rng(4), **SIZES)[1], shape)
+    save(tmp_path / "x.npz", recorded([other]))
+    assert simulate(three, "oled", 3, calibration=str(tmp_path / "x.npz")).summary["num_requests"] == 2
+
+
+def write_batch(path, readers, batch):
+    with TraceWriter(path, merged_metadata([reader.metadata for reader in readers], batch)) as writer:
+        for pass_ in merge(readers, batch):
+            writer.write(pass_)
+    return TraceReader(path)
 
 
 def test_without_any_only_policies_that_learn_are_refused(shipped, tmp_path):

@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experiments import generate
 from experiments.generate import main
 from tracer import doctor
+from tracer.calibration_file import load
 from tracer.shipped import find_trace
 from tracer.store import TraceReader
 
@@ -69,6 +71,46 @@ def test_signals_go_along(oled_generate, tmp_path):
     assert TraceReader(tmp_path / "merged.trace").metadata.source == "proxy:proxy-tiny"
 
 
+def test_more_than_the_memory_holds_is_one_line(oled_generate, tmp_path, monkeypatch):
+    def too_large(*_):
+        raise MemoryError("Unable to allocate 19 GiB")
+
+    monkeypatch.setattr(generate, "uniform", too_large)
+    message = "oled-generate: error: not enough memory: Unable to allocate 19 GiB\n"
+    assert oled_generate("uniform proxy-tiny x.trace") == (2, "", message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_is_of_the_first_requests(oled_generate, tmp_path):
+    made = f"synthetic one.trace {SMALL}", f"synthetic two.trace {SMALL} --seed 1", "merge one.trace b.trace --batch 2"
+    for line in made:
+        assert oled_generate(line)[0] == 0
+    code, out, err = oled_generate("record one.trace two.trace x.npz --requests 4")
+    assert (code, err) == (0, "")
+    assert out.split() == ["record", "x.npz", "(synthetic:drifting-router)", "holds", "4", "requests"]
+    one, two = (TraceReader(tmp_path / name) for name in ("one.trace", "two.trace"))
+    found = load(tmp_path / "x.npz")
+    assert (found.name, found.num_requests) == ("synthetic:drifting-router", 4)
+    assert found.content_hashes == (one.metadata.content_hash, two.metadata.content_hash)
+    routed = [
+        np.bincount(p.expert_ids[0].ravel(), minlength=64)
+        for reader, last in ((one, 2), (two, 0))
+        for p in reader
+        if p.requests[0] <= last and not p.is_prefill
+    ]
+    np.testing.assert_array_equal(found.load[0], np.sum(routed, axis=0))
+    assert oled_generate("record b.trace b.npz")[0] == 0
+    assert load(tmp_path / "b.npz").content_hashes == (one.metadata.content_hash,)
+    code, _, err = oled_generate("record b.trace b.npz")
+    assert (code, "b.npz: exists already" in err) == (2, True)
+    assert oled_generate("record b.trace b.npz --overwrite")[0] == 0
+    for line in ("record b.trace one.trace --overwrite", "record b.trace y.npz --requests 1"):
+        code, _, err = oled_generate(line)
+        assert (code, err.count("\n")) == (2, 1)
+    assert "no decode forward to calibrate from; needs one or more, without the forwards that later requests" in err
+    assert not (tmp_path / "y.npz").exists()
+
+
 def test_overwriting_is_asked_for(oled_generate, tmp_path):
     assert oled_generate("shuffled proxy-tiny some.trace")[0] == 0
     before = TraceReader(tmp_path / "some.trace").metadata
@@ -92,7 +134,28 @@ def test_overwriting_is_asked_for(oled_generate, tmp_path):
             "oled-generate: error: activated 500: out of reach with the other settings, which",
         ),
         ("synthetic x --layers 4", "oled-generate: error: activated: must be given"),
-        ("synthetic x --layers 0", "oled-generate: error: layer_ids must be ascending"),
+        ("synthetic x --layers 0", "oled-generate: error: layers 0: must be 1 to 1024"),
+        *(
+            (f"synthetic x --activated 9 --{flag} 99999999999999999999", f"oled-generate: error: {words}")
+            for flag, words in (
+                ("layers", "layers 99999999999999999999: must be 1 to 1024"),
+                ("experts", "top_k 8 and num_experts 99999999999999999999: need"),
+                ("top-k", "top_k 99999999999999999999 and num_experts 256: need"),
+                ("groups", "num_groups 99999999999999999999: must divide"),
+                ("top-groups", "top_groups 99999999999999999999: must be from"),
+                ("prompt-length", "prompt_length 99999999999999999999: must be 1 to 1048576"),
+                ("gen-length", "gen_length 99999999999999999999: must be 1 to 1048576"),
+                ("block-length", "block_length 99999999999999999999: must be 1 to 1048576"),
+                ("requests", "num_requests 99999999999999999999: must be 1 to 1048576"),
+            )
+        ),
+        ("record proxy-tiny", "oled-generate record: error: the following arguments are required: output"),
+        (
+            "record proxy-tiny x --requests 25",
+            "oled-generate: error: requests 25: must be 1 to 24, the requests of the",
+        ),
+        ("record proxy-tiny x --requests 0", "oled-generate: error: requests 0: must be 1 to 24, the requests of the"),
+        ("record proxy-tiny proxy-19x256-code x", "oled-generate: error: "),
         ("synthetic x --shape llada2-mini", "oled-generate: error: shape 'llada2-mini': not known; did you mean"),
         ("synthetic x --overlap high", "oled-generate synthetic: error: argument --overlap: invalid float value"),
         ("uniform nowhere x", "oled-generate: error: trace 'nowhere': no such directory"),

@@ -119,6 +119,7 @@ def test_a_machine_of_ones_own(trace):
     )
     assert summary["hardware"] == "mine"
     assert "never validated" not in out
+    assert f"profile content {summary['profile_hash'][:8]};" in " ".join(out.split())
     profile = manifest["profile"]
     assert (profile["h2d_bytes_per_s"], profile["cpu_workers"], profile["roofline"]["kernel_ns"]) == (12e9, 8, 5000)
     assert profile["gate_sync_ns"] == 0  # the file's default, not that of the group's choice
@@ -189,6 +190,11 @@ def refused(*arguments):
         ("warmup_requests=3", ["warmup_requests is 3", "0 to 2"]),
         ("warmup_requests=-1", ["warmup_requests is -1", "0 to 2"]),
         ("staging_slots=1", ["staging_slots is 1", "at least 4"]),
+        (
+            "staging_slots=1180591620717411303424",
+            ["staging_slots is 1180591620717411303424", "at most 48, all experts"],
+        ),
+        ("seed=-1", ["seed is -1", "0 or more"]),
         ("trace=other", ["other", "shipped"]),
         ("+foo=1", ["foo", "warmup_requests"]),
         ("+cache.gb=1", ["cache.gb", "slots_per_layer"]),
@@ -391,6 +397,19 @@ simulate({str(trace)!r}, "lfu", 6, output="out", overwrite=True)
     finished = command(main, f"trace={trace}", "output.dir=out", "policy=lfu", "cache.slots_per_layer=6")
     assert "out: holds a run with another" in finished.err
     assert json.loads(Path("out/summary.json").read_text())["policy"] == "lru"
+
+
+@pytest.mark.parametrize("policy", ["full", "ondemand"])
+@pytest.mark.parametrize("slots", [40, 0])
+def test_a_cache_size_that_is_ignored_is_not_refused(trace, policy, slots):
+    result = run.simulate(trace, policy, slots)
+    assert result.summary["decision_hash"] == run.simulate(trace, policy, 6).summary["decision_hash"]
+    assert result.summary["slots_per_layer"] == (16 if policy == "full" else 0)
+
+
+def test_a_path_that_no_system_has_is_refused(trace):
+    with pytest.raises(ConfigError, match=r"simulate: output is '.x00', must be a path"):
+        run.simulate(trace, "lru", 6, output="\0")
 
 
 def test_a_setting_that_json_cannot_hold_is_refused_before_the_run(trace):

@@ -227,11 +227,14 @@ def test_experts_are_chosen_from_the_best_groups():
         ({"layer_heterogeneity": float("nan")}, "layer_heterogeneity nan: must be from 0 to 10"),
         ({"num_groups": 7}, "num_groups 7: must divide the 64 experts"),
         ({"num_groups": 32, "top_groups": 1}, "top_groups 1: must be from 2"),
-        ({"num_requests": 0}, "num_requests 0: must be at least 1"),
+        ({"num_requests": 0}, "num_requests 0: must be 1 to 1048576"),
         ({"seed": -1}, "seed -1: must be at least 0"),
-        ({"script": DecodeScript(block_length=0)}, "block_length 0: must be at least 1"),
+        ({"script": DecodeScript(block_length=0)}, "block_length 0: must be 1 to 1048576"),
         ({"script": DecodeScript(accept_ratio=2)}, "accept_ratio 2: must be from 0 to 1"),
-        ({"script": DecodeScript(vocab=1)}, "vocab 1: must be at least 2"),
+        ({"num_requests": 10**20}, "num_requests 1000.*: must be 1 to 1048576"),
+        ({"script": DecodeScript(gen_length=10**20)}, "gen_length 1000.*: must be 1 to 1048576"),
+        ({"script": DecodeScript(vocab=10**20)}, "vocab 1000.*: must be 2, a token and the mask, to 2147483648"),
+        ({"script": DecodeScript(vocab=1)}, "vocab 1: must be 2, a token and the mask, to 2147483648"),
     ],
 )
 def test_refusals(changes, message):

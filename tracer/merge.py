@@ -65,7 +65,8 @@ def merged_metadata(traces: Sequence[TraceMetadata], batch: int) -> TraceMetadat
         ):
             if one != other:
                 raise TraceError(f"traces to be merged differ in {what}: {one} and {other}")
-    merged = {"batch": batch, "content_hashes": [metadata.content_hash for metadata in traces]}
+    hashes = [content_hash for metadata in traces for content_hash in content_hashes(metadata)]
+    merged = {"batch": batch, "content_hashes": hashes}
     seeds = {metadata.seed for metadata in traces}
     return replace(
         first,
@@ -74,6 +75,11 @@ def merged_metadata(traces: Sequence[TraceMetadata], batch: int) -> TraceMetadat
         details=_agreed([metadata.details for metadata in traces]) | {"merged": merged},
         content_hash="",
     )
+
+
+def content_hashes(metadata: TraceMetadata) -> list[str]:
+    """Hashes of the traces whose requests a trace holds: its own, or of what was merged."""
+    return metadata.details.get("merged", {}).get("content_hashes", [metadata.content_hash])
 
 
 def _agreed(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

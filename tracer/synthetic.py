@@ -24,6 +24,7 @@ PRINTED = {
     "boundary_overlap": "OLED-MoE, section 3.3: block-boundary transitions retain more than 65% overlap",
 }
 PRINTED_BLOCK_LENGTH = 16
+MAX_REQUESTS = 1 << 20  # whose forwards are scripted before the first is written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +66,8 @@ class SyntheticSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_requests < 1:
-            raise TraceError(f"num_requests {self.num_requests}: must be at least 1")
+        if not 1 <= self.num_requests <= MAX_REQUESTS:
+            raise TraceError(f"num_requests {self.num_requests}: must be 1 to {MAX_REQUESTS}")
         if self.seed < 0:
             raise TraceError(f"seed {self.seed}: must be at least 0")
         if self.activated is None and self._printed_activated is None:

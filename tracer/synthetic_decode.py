@@ -13,6 +13,8 @@ from tracer.schema import ForwardKind, TraceError
 TIE = np.float32(1e-5)  # dInfer accepts what is this close to the best
 TOKENS_PER_FORWARD = 8  # what dInfer expects when it decides how many forwards to unroll
 MIN_UNROLL, MAX_UNROLL = 2, 4
+MAX_LENGTH = 1 << 20  # tokens; far more than any model attends to
+MAX_VOCAB = 1 << 31  # what a trace has token ids for
 
 
 class DecodeScript(NamedTuple):
@@ -32,13 +34,13 @@ class DecodeScript(NamedTuple):
     def check(self) -> None:
         """Refuse values that no loop could run with."""
         for name in ("block_length", "gen_length", "prompt_length"):
-            if getattr(self, name) < 1:
-                raise TraceError(f"{name} {getattr(self, name)}: must be at least 1")
+            if not 1 <= getattr(self, name) <= MAX_LENGTH:
+                raise TraceError(f"{name} {getattr(self, name)}: must be 1 to {MAX_LENGTH}")
         for name in ("threshold", "accept_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise TraceError(f"{name} {getattr(self, name)}: must be from 0 to 1")
-        if self.vocab < 2:
-            raise TraceError(f"vocab {self.vocab}: must be at least 2, a token and the mask")
+        if not 2 <= self.vocab <= MAX_VOCAB:
+            raise TraceError(f"vocab {self.vocab}: must be 2, a token and the mask, to {MAX_VOCAB}")
 
     @property
     def mask_id(self) -> int:
