@@ -749,7 +749,11 @@ def test_wrong_rows_are_refused_with_their_place(trace, table, column, change_ro
     ("column", "value", "message"),
     [
         ("kv_len", 0, r"pass \d+, request 0: kv_len falls: found 0 after \d+; allowed is never less within a request"),
-        ("kv_len", 2**31 - 1, r"pass \d+, request 0: kv_len falls: found \d+ after 2147483647"),
+        (
+            "kv_len",
+            2**31 - 1,
+            r"request 0: kv_len beyond what was run: found 2147483647 where position \d+ is the last",
+        ),
         ("iteration", 7, "request 0: iteration jumps: found 7 after 0; allowed is one more each time"),
         ("block", 0, "request 0: iteration jumps: found 1 first in block 0; allowed is 0 at the start of a block"),
         ("block", 2, "request 0: iteration jumps: found 1 first in block 2; allowed is 0 at the start of a block"),
@@ -768,6 +772,12 @@ def test_a_forward_that_does_not_continue_its_request_is_refused(
 
     set_values(trace, "forwards", column, in_block_1)
     with pytest.raises(TraceError, match=message):
+        list(TraceReader(trace))
+
+
+def test_kv_len_is_bounded_in_the_last_forward_too(trace):
+    set_values(trace, "forwards", "kv_len", lambda rows: {len(rows) - 1: rows[-1]["kv_len"] + 1000})
+    with pytest.raises(TraceError, match="request 2: kv_len beyond what was run"):
         list(TraceReader(trace))
 
 

@@ -49,9 +49,12 @@ class Order:
     def check(self, group: Group) -> Iterator[Finding]:
         """Check the next group, whose rows fit together."""
         names = ("pass_id", "request", "block", "iteration", "kv_len")
-        for pass_id, request, *reached in zip(*(group.forwards[name].tolist() for name in names), strict=True):
-            now = _Progress(*reached)
-            yield from _check_order(self._last.get(request), now, pass_id, request)
+        columns = [group.forwards[name].tolist() for name in names]
+        ends = group.tokens["position"][np.cumsum(group.forwards["num_tokens"], dtype=np.int64) - 1].tolist()
+        for pass_id, request, block, iteration, kv_len, end in zip(*columns, ends, strict=True):
+            before = self._last.get(request)
+            now = _Progress(block, iteration, kv_len, end if before is None else max(end, before.position))
+            yield from _check_order(before, now, pass_id, request)
             self._last[request] = now
 
 
@@ -61,6 +64,7 @@ class _Progress(NamedTuple):
     block: int
     iteration: int
     kv_len: int
+    position: int  # the last that it has run
 
 
 def _check_order(before: _Progress | None, now: _Progress, pass_id: int, request: int) -> Iterator[Finding]:
@@ -72,6 +76,9 @@ def _check_order(before: _Progress | None, now: _Progress, pass_id: int, request
             yield one("iteration jumps", f"{now.iteration} first in block {now.block}", "0 at the start of a block")
     elif now.iteration != before.iteration + 1 and (now.block >= 0 or now.iteration):
         yield one("iteration jumps", f"{now.iteration} after {before.iteration}", "one more each time")
+    if now.kv_len > now.position + 1:
+        found = f"{now.kv_len} where position {now.position} is the last so far"
+        yield one("kv_len beyond what was run", found, "as many positions as there were")
     if before is None:
         return
     if now.block < before.block:
