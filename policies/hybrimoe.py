@@ -27,7 +27,8 @@ class Knobs:
 
     misses: str = "hss"
     """`hss`: GPU and CPU share the misses by HybriMoE's hybrid scheduling; `h2d`: every miss is copied; `oled`: split
-    as OLED-MoE does (section 4.4). Prefill copies every miss, as the released code does."""
+    as OLED-MoE does (section 4.4). Prefill copies every miss, with hss as HybriMoE's released code does, with oled as
+    oled does."""
     mrs_alpha: float = 0.5
     """Weight of the newest scores in the average. HybriMoE's released code."""
     mrs_top: int | None = None
@@ -115,8 +116,9 @@ def decide(params, state, step, view):
     Equal averages: the last activated stays, then the lower id.
 
     Source: HybriMoE, its cache management and scheduling, and its released code.
-    Differs: prefetching by the next layers' gates, which the code leaves off, is not part of it; a forward of many
-    tokens is scheduled with its true loads, where the released code takes it for prefill.
+    Differs: prefetching by the next layers' gates, which the code leaves off, is not part of it. The released code
+    takes every forward of several tokens for prefill, and copies all its misses; here only a prompt's first forward
+    is that, as for oled, and decode forwards of a block are scheduled with their true loads.
     """
     layer, resident = step.layer, view.resident[step.layer]
     averages, recency = state.averages[layer], state.recency[layer]
