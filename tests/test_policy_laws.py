@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import built, run
 from scripted import layer_rows, make_costs
-from strategies import change, traces
+from strategies import change, random_passes, traces
 from watched import WatchedSlots, check_laws
 
 from policies.contract import Estimates
@@ -29,6 +29,17 @@ VARIANTS = [
     ("oled", {"gate_kind": "raw", "coop": False}),
     ("oled", {"layer_adapt": False, "max_admit": 1}),
     ("gate_ahead", {"depth": 3, "max_admit": 1}),
+    ("moe_infinity", {"mi_mode": "request_only"}),
+    ("moe_infinity", {"pool": "layer"}),
+    ("finemoe", {"fm_store": "online"}),
+    ("hybrimoe", H2D),
+    ("ktransformers", {"kt_dyn": "prefill"}),
+    ("ktransformers", {"kt_place": "frequency_global"}),
+    ("fiddler", {"fd_obj": "max"}),
+    ("swapmoe", {"swap_from_staging": False}),
+    ("sida", {"sida_unit": "block"}),
+    ("sida", {"sida_unit": "iter"}),
+    ("sida", {"sida_unit": "block", "oracle_noise": 0.25}),
     ("ideal_min_global", H2D),
     ("ideal_prefetch", H2D),
 ]
@@ -39,11 +50,12 @@ COSTS = make_costs(h2d_latency_ns=30.0, g_b_ns=2.0, cpu_b0_ns=50.0, cpu_b1_ns=5.
 ESTIMATES = Estimates(h2d_ns=30, cpu_b0_ns=50, cpu_b1_ns=5)
 DECISIONS = ("hits", "transfers", "on_cpu", "retained", "prefetch_layers", "prefetch_experts", "capacity", "plan_ns")
 
-each_policy = pytest.mark.parametrize(
-    ("name", "knobs"),
-    VARIANTS,
-    ids=[" ".join([name, *(f"{k}={v}" for k, v in knobs.items())]) for name, knobs in VARIANTS],
-)
+
+def label(name, knobs):
+    return " ".join([name, *(f"{k}={v}" for k, v in knobs.items())])
+
+
+each_policy = pytest.mark.parametrize(("name", "knobs"), VARIANTS, ids=[label(*variant) for variant in VARIANTS])
 some_traces = traces(max_experts=10, max_requests=2, max_block=4, signals=True)
 
 
@@ -79,7 +91,7 @@ def check_rows(policy, shape, passes, capacity, rows):
         assert len(row["retained"]) <= row["capacity"]
         if policy.misses == "h2d" or (policy.misses == "oled" and pass_.kind == ForwardKind.PREFILL):
             assert row["on_cpu"] == []
-        if policy.misses == "cpu" and pass_.kind != ForwardKind.PREFILL:
+        if policy.misses == "cpu" and (pass_.blocks >= 0).all():  # no prompt among its requests
             assert row["transfers"] == []
         if capacity == shape.num_experts and policy.name not in FORGETFUL and "max_admit" not in policy.variant:
             assert not brought & {(layer, expert) for expert in activated - set(row["hits"])}
@@ -144,6 +156,31 @@ def test_laws_on_a_shipped_trace(name, knobs):
     assert not policy.prefetches or any(row["prefetch_landed"] for row in rows)
 
 
+KEEPING = [(name, knobs) for name, knobs in VARIANTS if name not in FORGETFUL and "max_admit" not in knobs]
+
+
+@pytest.mark.parametrize(("name", "knobs"), KEEPING, ids=[label(*variant) for variant in KEEPING])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_with_a_slot_for_every_expert_only_first_uses_are_missed(name, knobs, batch):
+    shape, passes = random_passes(np.random.default_rng(batch), num_requests=4, batch=batch, signals=True)
+    policy = built(name, knobs, shape, passes)
+    rows = watched(policy, shape, passes, shape.num_experts)
+    check_rows(policy, shape, passes, shape.num_experts, rows)
+    used = sum(len({e for row in rows[layer :: shape.num_layers] for e in used_by(row)}) for layer in range(3))
+    missed = sum(len(row["transfers"]) + len(row["on_cpu"]) for row in rows)
+    assert used > 0.8 * shape.num_layers * shape.num_experts
+    if name in ("full", "ktransformers", "fiddler", "ideal_free"):
+        assert missed == 0
+    elif policy.misses == "h2d":
+        assert 0 < missed <= used if policy.prefetches else missed == used
+    else:
+        assert 0 < sum(len(row["transfers"]) for row in rows) <= used
+
+
+def used_by(row):
+    return [*row["hits"], *row["transfers"], *row["on_cpu"]]
+
+
 def shuffled_signals(rng, signals, known):
     """Other signals of a pass, but for its first `known` layers; with 0, of its tokens too."""
     changed = {}
@@ -196,7 +233,7 @@ def other_future(rng, shape: ModelShape, passes: list[Pass], forward: int, layer
 def test_nothing_is_known_of_what_comes_after_a_gate(name, knobs, trace, data):
     shape, passes = trace
     policy = built(name, knobs, shape, passes)
-    assert policy.clairvoyant == (name.startswith("ideal_") and name != "ideal_free")
+    assert policy.clairvoyant == ((name.startswith("ideal_") and name != "ideal_free") or "oracle_noise" in knobs)
     if policy.clairvoyant:
         return
     capacity = draw_capacity(data, shape)
