@@ -26,9 +26,10 @@ class Knobs:
     kt_place: str = "frequency_layer"
     """Which experts start on the GPU, by the tokens that calibration routed to them in decode forwards.
 
-    `frequency_layer`: the most used of each layer, layers having equal slots. Ours, as the released code has only the
-    other two: `uniform`, its default, the first ids of each layer; `frequency_global`, its `frequency`, the most used
-    of all layers together, so that layers have unequal slots and some may have none.
+    `frequency_layer`: the most used of each layer, layers having equal slots, which is ours. From the released code:
+    `uniform`, its default, the first ids of each layer; `frequency_global`, its `frequency`, the most used of all
+    layers together, so that layers have unequal slots and some may have none. Its `front-loading`, which fills the
+    first layers first, and `random` are left out.
     """
     kt_dyn: str = "none"
     """`prefill`: each prompt replaces the residents of a layer by those that its tokens chose most, as the released

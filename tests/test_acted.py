@@ -107,3 +107,14 @@ def test_a_run_says_that_nothing_was_swapped_in():
         for m in (0, 8)
     }
     assert [line for line in warnings[8] if line not in warnings[0]] == ["swap_m=8 never changed what is resident"]
+
+
+def test_a_run_that_knows_its_future_says_so():
+    found = {}
+    for noise in (None, 0.5):
+        run = simulate("proxy-tiny", "sida", 16, shape="llada2.0-mini", knobs={"oracle_noise": noise})
+        found[noise] = run.summary["clairvoyant"], run.summary["warnings"]
+    assert found == {
+        None: (False, []),
+        0.5: (True, ["oracle_noise=0.5 predicts from the run itself, which no running system can"]),
+    }
