@@ -84,15 +84,8 @@ def count_load(expert_ids: NDArray[np.int64], num_experts: int) -> NDArray[np.in
 
 
 def read_confidence(pass_: Pass) -> NDArray[np.float64]:
-    """Confidence that a forward leaves at each of its positions, [T]; 1 in prefill.
-
-    It is the probability of the best token where the position was masked or was edited, else that of the token
-    which stands there. NaN where the trace does not know it.
-
-    Differs: OLED-MoE, section 4.3, does not say what the confidence of a decoded position is.
-    """
-    predicted = pass_.is_masked_in | pass_.edited
-    confidence = np.where(predicted, pass_.p_argmax, pass_.p_current)
+    """Confidence that a forward leaves at each of its positions, [T]; 1 in prefill, NaN where the trace lacks it."""
+    confidence = pass_.confidence
     confidence[pass_.token_requests(pass_.blocks) < 0] = 1.0
     return confidence
 

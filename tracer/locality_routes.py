@@ -80,12 +80,10 @@ def _compare(before: Pass, tokens_before: slice, after: Pass, tokens_after: slic
         before.positions[tokens_before], after.positions[tokens_after], assume_unique=True, return_indices=True
     )
     i, j = i + tokens_before.start, j + tokens_after.start
-    predicted = before.is_masked_in[i] | before.edited[i]
-    confidence = np.where(predicted, before.p_argmax[i], before.p_current[i])
     state = np.where(after.is_masked_in[j], TokenState.MASKED, TokenState.DECODED)
     state[before.token_ids_in[i] != after.token_ids_in[j]] = TokenState.ACCEPTED
     kept = before.expert_ids[:, i, :, None] == after.expert_ids[:, j, None, :]  # [L, T, K, K]
-    return Routes(confidence, state, kept.sum(axis=(2, 3)))
+    return Routes(before.confidence[i], state, kept.sum(axis=(2, 3)))
 
 
 def stability(

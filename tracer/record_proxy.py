@@ -77,14 +77,7 @@ class Recording:
         """Record all that is wanted of the trained model, and score it meanwhile."""
         began = time.monotonic()
         directory = self._directory / TRAINING / CHECKPOINT
-        source = {"packages": self._config.packages, "num_problems": self._config.max_problems}  # the longest answers
-        evaluated, calibrating = (
-            {
-                workload: [document.prompt for document in prompts(workload, n, split, **source)]
-                for workload in self._config.shares
-            }
-            for n, split in ((NUM_CANDIDATES, "heldout"), (NUM_CALIBRATION, "calibration"))
-        )
+        evaluated, calibrating = self._draw()
         jobs = plan(self._config.name, evaluated, calibrating, only_block_16=only_block_16)
         provenance = checkpoint.read_provenance(directory)
         setup = Setup(self._config.name, directory, self._directory, self._device, provenance)
@@ -101,10 +94,10 @@ class Recording:
 
     def _draw(self) -> list[dict[str, list[str]]]:
         """Prompts of each workload: candidates for the evaluated requests, and those of the calibration."""
-        packages = self._config.packages
+        source = {"packages": self._config.packages, "num_problems": self._config.max_problems}  # the longest answers
         return [
             {
-                workload: [document.prompt for document in prompts(workload, n, split, packages)]
+                workload: [document.prompt for document in prompts(workload, n, split, **source)]
                 for workload in self._config.shares
             }
             for n, split in ((NUM_CANDIDATES, "heldout"), (NUM_CALIBRATION, "calibration"))

@@ -226,6 +226,17 @@ class Pass:
         decode = self.kinds[self.kinds != ForwardKind.PREFILL]
         return ForwardKind(int(decode.min())) if decode.size else ForwardKind.PREFILL
 
+    @property
+    def confidence(self) -> NDArray[np.float64]:
+        """Confidence that the pass leaves at each of its positions, [T]; NaN where it is unknown.
+
+        It is the probability of the best token where the position was masked or was edited, else that of the token
+        which stands there.
+
+        Differs: OLED-MoE, section 4.3, does not say what the confidence of a decoded position is.
+        """
+        return np.where(self.is_masked_in | self.edited, self.p_argmax, self.p_current)
+
     def token_requests(self, values: NDArray[Any]) -> NDArray[Any]:
         """Spread one value for each request, [R], over the tokens, [T]."""
         return np.repeat(values, self.num_tokens)

@@ -39,7 +39,6 @@ _PROSE_CHARACTERS = range(120, 1500)
 _MIN_LETTER_RATIO = 0.8  # of what is not white space; tables, formulas and code have less
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 CodePiece = tuple[str, str]  # head with docstring, and body
 
 
