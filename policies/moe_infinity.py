@@ -57,7 +57,8 @@ class Knobs:
     `frozen`: those of calibration stay. MoE-Infinity, section 4.3, does not say which entry makes room; its code
     replaces the least accessed."""
     mi_entries: int = 120
-    """Stored matrices. MoE-Infinity, section 5.2, finds 120 best; its code keeps 1000."""
+    """Stored matrices at most, of which calibration fills as many as it holds. MoE-Infinity, section 5.2, finds 120
+    best; its code keeps 1000."""
     mi_protect_predicted: bool = False
     """Whether what is predicted for the layers to come makes room for no prefetch, and for a miss only where nothing
     else is left, in the order of algorithm 1. The released code protects so; the algorithm knows the priority alone."""
@@ -262,4 +263,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
         )
         return state, nobody_resident(shape), capacity
 
-    return Policy("moe_infinity", params, init, decide, pool=knobs.pool, prefetches=knobs.depth != 0)
+    warnings = ()
+    if knobs.mi_entries > len(stored):
+        warnings = (f"mi_entries={knobs.mi_entries}: the record of calibration holds {len(stored)} requests",)
+    return Policy("moe_infinity", params, init, decide, pool=knobs.pool, prefetches=knobs.depth != 0, warnings=warnings)

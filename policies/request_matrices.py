@@ -29,17 +29,21 @@ class RequestMatrices(NamedTuple):
 def request_matrices(stored: NDArray[np.int64], num_entries: int) -> RequestMatrices:
     """Up to `num_entries` matrices, of which those stored come first, [n, L, E]."""
     stored = stored[:num_entries]
-    entries = np.zeros((num_entries, *stored.shape[1:]), np.int32)
-    entries[: len(stored)] = stored
-    layers = (entries.astype(np.int64) ** 2).sum(axis=2)  # [N, L]
+    num_stored, num_layers, num_experts = stored.shape
+    entries = np.zeros((num_entries, num_layers, num_experts), np.int32)
+    columns = np.zeros((num_layers, num_experts, num_entries), np.int32)
+    norms = np.zeros((num_layers, num_entries), np.int64)
+    entries[:num_stored] = stored  # alone: memory for the others is taken when it is used
+    columns[:, :, :num_stored] = stored.transpose(1, 2, 0)
+    norms[:, :num_stored] = (stored.astype(np.int64) ** 2).sum(axis=2).cumsum(axis=1).T
     return RequestMatrices(
         entries=entries,
-        columns=np.ascontiguousarray(entries.transpose(1, 2, 0)),
-        norms=np.ascontiguousarray(layers.cumsum(axis=1).T),
-        size=np.array([len(stored)]),
+        columns=columns,
+        norms=norms,
+        size=np.array([num_stored]),
         dots=np.zeros(num_entries, np.int64),
         names=np.full(MOST_REQUESTS, -1),
-        running=np.zeros((MOST_REQUESTS, *stored.shape[1:]), np.int64),
+        running=np.zeros((MOST_REQUESTS, num_layers, num_experts), np.int64),
     )
 
 

@@ -394,6 +394,11 @@ def test_similarities_are_compared_exactly(dot, norm, other, scale):
         assert more_similar(a, b, c, d) == exactly(a, b, c, d)
 
 
+def test_more_entries_than_calibration_holds_are_told():
+    assert policy_for([A, B], mi_entries=2).warnings == ()
+    assert policy_for([A, B]).warnings == ("mi_entries=120: the record of calibration holds 2 requests",)
+
+
 def test_more_requests_than_there_is_room_for_are_refused():
     policy = policy_for([A])
     state, resident, capacity = policy.init(policy.params, SHAPE, 4)
