@@ -12,7 +12,7 @@ from policies.expert_maps import TOPK, MapStore, direction, squared_length, to_l
 from policies.jit import jit
 
 _LANES = 64
-MOST_TOKENS = 8192  # in one forward; memory is taken when it is used
+MOST_TOKENS = 65536  # in one forward; memory is taken when it is used
 
 
 class Queries(NamedTuple):
@@ -108,7 +108,8 @@ def search_trajectories(distribution, store, queries, step, of_mean, entries, si
     Queries begin anew with the first layer of each forward.
 
     Source: FineMoE, section 4.3 (trajectory search).
-    Differs: shares are compared in 255 levels, as compact traces store scores, so that products add up exactly.
+    Differs: shares are compared in 255 levels of the layer's highest possible weight, as compact traces store scores,
+    so that products add up exactly. Smaller weights count 0, which of a softmax is a part of the tail.
 
     Args:
         distribution: of expert_maps.
@@ -124,7 +125,7 @@ def search_trajectories(distribution, store, queries, step, of_mean, entries, si
     """
     num_tokens, layer = step.expert_ids.shape[0], step.layer
     if num_tokens > queries.products.shape[0]:
-        raise PolicyError("finemoe compares up to 8192 tokens of a forward, and there are more")
+        raise PolicyError("finemoe compares up to 65536 tokens of a forward, and there are more")
     ids, scores = step.signals.score_ids, step.signals.scores
     if distribution == TOPK:
         ids, scores = step.expert_ids, step.gates

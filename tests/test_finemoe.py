@@ -454,28 +454,46 @@ def test_a_trace_without_signals_is_searched_by_gates():
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({}, "gate_dist=sigmoid_norm needs `scores` of the table signals, which the trace lacks"),
-        ({"gate_dist": "topk_norm"}, "needs `sketch` of the table signals for its semantic search"),
-        ({"gate_dist": "topk_norm", "depth": 1, "fm_store": "online"}, "needs `sketch` of the table signals"),
+        ({}, "gate_dist=sigmoid_norm depth=3 fm_store=offline needs `scores` and `sketch` of"),
+        ({"depth": 1}, "gate_dist=sigmoid_norm depth=1 fm_store=offline needs `scores` of"),
+        ({"gate_dist": "topk_norm"}, "gate_dist=topk_norm depth=3 fm_store=offline needs `sketch` of"),
+        (
+            {"gate_dist": "topk_norm", "depth": 1, "fm_store": "online"},
+            "gate_dist=topk_norm depth=1 fm_store=online needs `sketch` of",
+        ),
     ],
 )
-def test_what_signals_lack_is_refused(knobs, message):
+def test_what_signals_lack_is_refused_with_all_that_does_without(knobs, message):
     shape, passes = random_passes(np.random.default_rng(0))
-    with pytest.raises(PolicyError, match=message):
+    with pytest.raises(PolicyError, match=f"^finemoe {message} the table signals, which the trace lacks: ") as error:
         build_policy("finemoe", knobs, context_of(shape, passes))
+    assert "gate_dist=topk_norm depth=1 fm_store=offline does without, and proxy-19x256-signals has" in str(error.value)
 
 
-@pytest.mark.parametrize(("knobs", "lacking"), [({}, "scores"), ({"gate_dist": "topk_norm"}, "sketch")])
+@pytest.mark.parametrize(
+    ("knobs", "lacking"),
+    [({}, "`scores` and `sketch`"), ({"depth": 1}, "`scores`"), ({"gate_dist": "topk_norm"}, "`sketch`")],
+)
 def test_what_calibration_lacks_is_refused(knobs, lacking):
     shape, passes = random_passes(np.random.default_rng(0))
     context = replace(context_of(shape, passes), has_signals=True)
-    with pytest.raises(PolicyError, match=f"needs `{lacking}` of the table signals, which tests lacks"):
+    with pytest.raises(PolicyError, match=f"needs {lacking} of the table signals, which tests lacks"):
         build_policy("finemoe", knobs, context)
+
+
+def test_more_entries_than_calibration_holds_are_told():
+    shape, passes = random_passes(np.random.default_rng(2), num_layers=4, num_requests=4, signals=True)
+    num_maps = len(context_of(shape, passes).calibration.map_ids)
+    assert built("finemoe", {"fm_entries": num_maps}, shape, passes).warnings == ()
+    assert built("finemoe", {"fm_entries": num_maps + 1}, shape, passes).warnings == (
+        f"fm_entries={num_maps + 1}: the record of calibration holds {num_maps} maps",
+    )
+    assert built("finemoe", {"fm_store": "online", "fm_entries": num_maps + 1}, shape, passes).warnings == ()
 
 
 def test_more_tokens_than_there_is_room_for_are_refused():
     scores = [[[0.4, 0.3, 0.2, 0.1]] * 2] * (MOST_TOKENS + 1)
-    with pytest.raises(PolicyError, match="up to 8192 tokens of a forward"):
+    with pytest.raises(PolicyError, match="up to 65536 tokens of a forward"):
         next(Gates(scores[:1], 2, depth=1).ask(scores, np.zeros((MOST_TOKENS + 1, 16))))
 
 
