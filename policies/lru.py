@@ -12,7 +12,8 @@ from policies.contract import Context, Policy, plain_plan
 from policies.jit import jit
 from policies.knobs import limit_of, require_choice, require_limit
 from policies.misses import MissPath, miss_path, require_misses, serve
-from policies.retention import best, by_priority, equal_capacity, ids_of, nobody_resident, with_admitted
+from policies.pool_retention import capacity_of, require_pool, retain
+from policies.retention import by_priority, equal_capacity, ids_of, nobody_resident
 from tracer.schema import ModelShape
 
 ORDERS = ("hits_first", "misses_first", "id", "gate")
@@ -30,6 +31,9 @@ class Knobs:
     id; `gate`: all by ascending sum of gates. OLED-MoE does not say which; under `id` alone what a cache of C slots
     holds is always part of what one of C + 1 holds.
     """
+    pool: str = "layer"
+    """`layer`: equal slots for each layer, as OLED-MoE, section 5.1, has it; `global`: one pool for all layers, as
+    MoE-Infinity and FineMoE have. Ours, to tell what a pool does from what a policy does in it."""
     misses: str = "h2d"
     """`h2d`: every miss is copied; `oled`: split between copies and the CPU as OLED-MoE does (section 4.4)."""
     max_admit: int | None = None
@@ -39,6 +43,7 @@ class Knobs:
     def __post_init__(self) -> None:
         require_choice("lru_order", self.lru_order, ORDERS)
         require_misses(self.misses)
+        require_pool(self.pool)
         require_limit("max_admit", self.max_admit)
 
 
@@ -108,12 +113,9 @@ def decide(params, state, step, view):
 
     Source: OLED-MoE, section 5.1 (naive LRU).
     """
-    resident = view.resident[step.layer]
     transfers, on_cpu = serve(params.path, step, view)
-    touch(params.order, state.touches, state.clock, step, resident)
-    times = state.touches[step.layer]
-    held = with_admitted(resident, transfers, params.max_admit, times, times)
-    return plain_plan(transfers, on_cpu, best(held, view.capacity[step.layer], times, times))
+    touch(params.order, state.touches, state.clock, step, view.resident[step.layer])
+    return plain_plan(transfers, on_cpu, retain(step, view, transfers, state.touches, state.touches, params.max_admit))
 
 
 def build(knobs: Knobs, context: Context) -> Policy:
@@ -122,5 +124,11 @@ def build(knobs: Knobs, context: Context) -> Policy:
     Raises:
         PolicyError: `misses=oled` without calibration.
     """
-    params = Params(ORDERS.index(knobs.lru_order), miss_path(knobs.misses, context), limit_of(knobs.max_admit))
-    return Policy("lru", params, init, decide, misses=knobs.misses, reads_estimates=knobs.misses == "oled")
+    path = miss_path(knobs.misses, context)
+    params = Params(ORDERS.index(knobs.lru_order), path, limit_of(knobs.max_admit))
+
+    def init_pool(params: Params, shape: ModelShape, slots: int) -> tuple[State, NDArray[np.bool_], NDArray[np.int64]]:
+        state, resident, _ = init(params, shape, slots)
+        return state, resident, capacity_of(knobs.pool, shape, slots)
+
+    return Policy("lru", params, init_pool, decide, pool=knobs.pool, misses=knobs.misses, reads_estimates=path.split)

@@ -44,7 +44,7 @@ def retain(step, view, transfers, score, tie, max_admit):
         step: the layer's Step.
         view: View at its gate.
         transfers: experts of the layer that are copied.
-        score: [L, E] float64, must not hold NaN.
+        score: [L, E], must not hold NaN.
         tie: [L, E] int64.
         max_admit: only so many of the transfers enter, the highest of them.
     """

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import (
     answers,
@@ -110,6 +110,30 @@ def test_every_layer_is_a_cache_of_its_own(trace, data):
         assert found == hits_of(sets, lru_residents(sets, capacity))
 
 
+@given(traces(), st.sampled_from(["hits_first", "misses_first"]), st.data())
+@settings(max_examples=25)
+def test_a_global_pool_is_one_list_of_all_layers(trace, order, data):
+    shape, passes = trace
+    capacity = data.draw(st.integers(1, shape.num_experts))
+    stack = []
+    for decision in run("lru", {"pool": "global", "lru_order": order}, shape, passes, capacity):
+        start = decision.step.layer * shape.num_experts
+        batch = [start + expert for expert in np.flatnonzero(decision.step.load).tolist()]
+        hits, misses = ([n for n in batch if (n in stack) == hit] for hit in (True, False))
+        assert (decision.hits + start).tolist() == hits
+        assert (decision.plan.transfers + start).tolist() == misses
+        touched = hits + misses if order == "hits_first" else misses + hits
+        stack = [*(n for n in stack if n not in batch), *touched][-capacity * shape.num_layers :]
+        assert np.flatnonzero(decision.plan.retained).tolist() == sorted(stack)
+
+
+def test_a_global_pool_shares_slots_as_layers_use_them():
+    # with 2 slots a layer, layer 0 uses 3 experts and layer 1 only one
+    passes = [pass_of(np.array([[[0], [1], [2]], [[3], [3], [3]]]), i, iterations=[i]) for i in range(3)]
+    hits = [hits_per_execution(run("lru", {"pool": pool}, shape_of(2, 5), passes, 2)) for pool in ("layer", "global")]
+    assert hits == [[0, 0, 2, 1, 2, 1], [0, 0, 3, 1, 3, 1]]
+
+
 @given(batches, st.integers(1, 6))
 def test_in_id_order_a_larger_cache_holds_all_that_a_smaller_one_does(sets, capacity):
     smaller, larger = (
@@ -162,6 +186,7 @@ def test_oled_with_no_part_on_is_lru(trace, data):
     ("knobs", "message"),
     [
         ({"lru_order": "age"}, "lru_order 'age': allowed are hits_first, misses_first, id, gate"),
+        ({"pool": "shared"}, "pool 'shared': allowed are layer, global"),
         ({"misses": "gpu"}, "misses 'gpu': allowed are h2d, oled"),
         ({"misses": "cpu"}, "misses=cpu .* needs residents at the start, and there are none: allowed are h2d, oled"),
     ],

@@ -25,6 +25,7 @@ H2D = {"misses": "h2d"}
 VARIANTS = [
     *((name, {}) for name in POLICIES),
     ("lru", {"misses": "oled", "max_admit": 2}),
+    ("lru", {"pool": "global", "max_admit": 2}),
     ("lfu", {"pool": "global", "lfu_decay": 0.5}),
     ("oled", {"gate_kind": "raw", "coop": False}),
     ("oled", {"layer_adapt": False, "max_admit": 1}),
