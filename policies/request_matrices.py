@@ -57,7 +57,7 @@ def see(matrices, step):
         load = step.load[expert]
         if load > 0:
             column = matrices.columns[step.layer, expert]
-            for entry in range(dots.size):
+            for entry in range(matrices.size[0]):
                 dots[entry] += load * column[entry]
 
 
