@@ -13,24 +13,32 @@ from policies.contract import Context
 from tracer.calibration import Calibrator
 from tracer.calibration_file import load
 from tracer.merge import content_hashes
+from tracer.parts import join, split
 from tracer.schema import Calibration, ModelShape, Pass, TraceError, TraceMetadata
 from tracer.shipped import DATA_DIRECTORY
 from tracer.store import TraceReader
 
 
 class FirstRequests:
-    """The passes of a trace's first requests: the calibration split, disjoint from what is evaluated."""
+    """What passes do for a trace's first requests: the calibration split, disjoint from what is evaluated.
+
+    Of a pass that they share with later requests, it is their part alone, as if they had run without these.
+    """
 
     def __init__(self, passes: Iterable[Pass], num_requests: int) -> None:
         self._passes, self._num_requests = passes, num_requests
 
     def __iter__(self) -> Iterator[Pass]:
-        seen: set[int] = set()
+        first: set[int] = set()
         for pass_ in self._passes:
-            seen.update(pass_.requests.tolist())
-            if len(seen) > self._num_requests:
+            requests = pass_.requests.tolist()
+            first.update([request for request in requests if request not in first][: self._num_requests - len(first)])
+            if first.issuperset(requests):
+                yield pass_
+            elif mine := [part for part in split(pass_) if int(part.requests[0]) in first]:
+                yield join(mine, pass_.pass_id, pass_.wall_ns)
+            else:
                 return
-            yield pass_
 
 
 def context_of(
@@ -73,12 +81,9 @@ def context_of(
         try:
             return calibrated(FirstRequests(reader.passes(signals=reader.has_signals), warmup_requests), shape, name)
         except TraceError as error:
-            batch = next(iter(reader)).requests.size
-            shared = f"{batch} requests share the first forward: " if batch > 1 else ""
-            least = max(batch, warmup_requests + 1)
-            more = f"warmup_requests={least} or more helps, or " if least < reader.num_requests else "what helps is "
             raise TraceError(
-                f"{error}; {shared}{more}calibration=PATH of a record that `oled-generate record` makes"
+                f"{error}; warmup_requests says how many there are, calibration=PATH takes a record that "
+                f"`oled-generate record` makes"
             ) from None
 
     return replace(context, calibrate=calibrate, calibration_passes=FirstRequests(reader, warmup_requests)), name
@@ -120,11 +125,7 @@ def recorded(readers: Sequence[TraceReader], num_requests: int | None = None) ->
         for pass_ in FirstRequests(reader.passes(signals=signals), wanted - len(numbers)):
             requests = [numbers.setdefault((index, request), len(numbers)) for request in pass_.requests.tolist()]
             calibrator.add(replace(pass_, requests=np.array(requests)))
-    try:
-        found = calibrator.finish()
-    except TraceError as error:
-        raise TraceError(f"{error}, without the forwards that later requests share") from None
-    return replace(found, num_requests=len(numbers), content_hashes=tuple(dict.fromkeys(hashes)))
+    return replace(calibrator.finish(), num_requests=len(numbers), content_hashes=tuple(dict.fromkeys(hashes)))
 
 
 def warnings_of(context: Context, reader: TraceReader, calibration: str) -> list[str]:

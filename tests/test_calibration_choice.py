@@ -167,22 +167,19 @@ def test_a_record_of_the_very_requests_is_refused(tmp_path):
     context_of(reader, 1, str(path))
 
 
-def test_a_batch_says_what_helps(tmp_path):
+def test_of_a_batch_the_parts_of_the_first_requests_count(tmp_path):
     shape, passes = random_passes(np.random.default_rng(3), **SIZES)
     reader = write(tmp_path / "one.trace", passes, shape)
-    two, three = (write_batch(tmp_path / f"{batch}.trace", [reader], batch) for batch in (2, 3))
-    helps = "calibration=PATH of a record that `oled-generate record` makes"
-    with pytest.raises(
-        TraceError, match=f"2 requests share the first forward: warmup_requests=2 or more helps, or {helps}"
-    ):
-        simulate(two, "oled", 3)
-    simulate(two, "oled", 3, warmup_requests=2)
-    for warmup_requests in (1, 2):
-        with pytest.raises(TraceError, match=f"3 requests share the first forward: what helps is {helps}"):
-            simulate(three, "oled", 3, warmup_requests=warmup_requests)
-    other = write(tmp_path / "other.trace", random_passes(np.random.default_rng(4), **SIZES)[1], shape)
-    save(tmp_path / "x.npz", recorded([other]))
-    assert simulate(three, "oled", 3, calibration=str(tmp_path / "x.npz")).summary["num_requests"] == 2
+    for batch in (2, 3):
+        together = write_batch(tmp_path / f"{batch}.trace", [reader], batch)
+        for warmup_requests in (1, 2):
+            alone, shared = (context_of(each, warmup_requests, "warmup")[0].calibration for each in (reader, together))
+            np.testing.assert_array_equal(shared.load, alone.load)
+            np.testing.assert_array_equal(shared.request_loads, alone.request_loads)
+            assert (
+                simulate(together, "oled", 3, warmup_requests=warmup_requests).summary["num_requests"]
+                == 3 - warmup_requests
+            )
 
 
 def write_batch(path, readers, batch):

@@ -104,10 +104,10 @@ def test_a_record_is_of_the_first_requests(oled_generate, tmp_path):
     code, _, err = oled_generate("record b.trace b.npz")
     assert (code, "b.npz: exists already" in err) == (2, True)
     assert oled_generate("record b.trace b.npz --overwrite")[0] == 0
-    for line in ("record b.trace one.trace --overwrite", "record b.trace y.npz --requests 1"):
+    for line in ("record b.trace one.trace --overwrite", "record b.trace y.npz --requests 0"):
         code, _, err = oled_generate(line)
         assert (code, err.count("\n")) == (2, 1)
-    assert "no decode forward to calibrate from; needs one or more, without the forwards that later requests" in err
+    assert "requests 0: must be 1 to" in err
     assert not (tmp_path / "y.npz").exists()
 
 
