@@ -32,7 +32,7 @@ class Knobs:
 
     def __post_init__(self) -> None:
         if not 0 <= self.depth <= MAX_AHEAD_DEPTH:
-            raise PolicyError(f"depth is {self.depth}: allowed are 0 to {MAX_AHEAD_DEPTH}")
+            raise PolicyError(f"gate_ahead: depth is {self.depth}: allowed are 0 to {MAX_AHEAD_DEPTH}")
         require_limit("max_admit", self.max_admit)
 
 
@@ -112,7 +112,9 @@ def build(knobs: Knobs, context: Context) -> Policy:
         PolicyError: the trace has no `ahead_ids`.
     """
     if knobs.depth > 0 and not context.has_signals:
-        raise PolicyError("gate_ahead needs ahead_ids of the table signals, which this trace lacks")
+        raise PolicyError(
+            "gate_ahead needs ahead_ids of the table signals, which this trace lacks: proxy-19x256-signals has them"
+        )
     return Policy(
         "gate_ahead",
         AheadParams(knobs.depth, limit_of(knobs.max_admit)),

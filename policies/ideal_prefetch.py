@@ -139,7 +139,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
     num_layers = context.shape.num_layers
     depth = min(DEPTH, num_layers) if knobs.depth is None else knobs.depth
     if not 0 <= depth <= num_layers:
-        raise PolicyError(f"depth is {depth}: allowed are 0 to {num_layers}, the layers of the trace")
+        raise PolicyError(f"ideal_prefetch: depth is {depth}: allowed are 0 to {num_layers}, the layers of the trace")
     path = miss_path(knobs.misses, context)
     params = Params(path, foresee(context), *read_upcoming(context.passes, context.shape), depth)
     return Policy(

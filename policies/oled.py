@@ -152,7 +152,9 @@ def build(knobs: Knobs, context: Context) -> Policy:
             run, raw gates without signals, or `c_min` above the number of experts.
     """
     if knobs.gate_kind == "raw" and not context.has_signals:
-        raise PolicyError("gate_kind=raw needs scores of the table signals, which this trace lacks")
+        raise PolicyError(
+            "oled: gate_kind=raw needs scores of the table signals, which this trace lacks: proxy-19x256-signals has them"
+        )
     c_min = context.shape.top_k if knobs.c_min is None else knobs.c_min
     if not 1 <= c_min <= context.shape.num_experts:
         raise PolicyError(f"c_min is {c_min}: allowed are 1 to {context.shape.num_experts}")

@@ -43,7 +43,7 @@ class Knobs:
         if self.swap_f < 1:
             raise PolicyError(f"swap_f is {self.swap_f}: must be at least 1")
         if bool(self.swap_slots) != (self.swap_plan == "given"):
-            raise PolicyError("swap_slots must be given with swap_plan=given, and only then")
+            raise PolicyError("swapmoe: swap_slots must be given with swap_plan=given, and only then")
 
 
 class Params(NamedTuple):
@@ -155,14 +155,16 @@ def build(knobs: Knobs, context: Context) -> Policy:
     given = np.array(knobs.swap_slots, np.int64)
     if given.size not in (0, num_layers) or (given < 1).any() or (given > num_experts).any():
         raise PolicyError(
-            f"swap_slots are {given.tolist()}: must be {num_layers}, one for each layer, of 1 to {num_experts}"
+            f"swapmoe: swap_slots are {given.tolist()}: must be {num_layers}, one for each layer, of 1 to {num_experts}"
         )
 
     def init(params: Params, shape: ModelShape, slots: int) -> tuple[State, NDArray[np.bool_], NDArray[np.int64]]:
         capacity = equal_capacity(shape, slots)
         if given.size:
             if given.sum() != slots:
-                raise PolicyError(f"swap_slots add up to {given.sum()}: must be {slots}, the slots of all layers")
+                raise PolicyError(
+                    f"swapmoe: swap_slots add up to {given.sum()}: must be {slots}, the slots of all layers"
+                )
             capacity = given.copy()
         size = (shape.num_layers, shape.num_experts)
         return State(np.zeros(size, np.int64), np.zeros(size)), highest_of_each_layer(importance, capacity), capacity

@@ -216,11 +216,12 @@ def test_with_true_names_and_a_free_link_only_first_layers_miss(trace, data):
 
 def test_a_trace_without_signals_is_refused():
     shape, passes = random_passes(np.random.default_rng(0))
-    with pytest.raises(PolicyError, match=r"^gate_ahead needs ahead_ids of the table signals, which this trace lacks$"):
+    message = "^gate_ahead needs ahead_ids of the table signals, which this trace lacks: proxy-19x256-signals has them$"
+    with pytest.raises(PolicyError, match=message):
         build_policy("gate_ahead", {}, context_of(shape, passes))
 
 
 @pytest.mark.parametrize("depth", [-1, 4])
 def test_other_depths_are_refused(depth):
-    with pytest.raises(PolicyError, match=f"depth is {depth}: allowed are 0 to 3"):
+    with pytest.raises(PolicyError, match=f"^gate_ahead: depth is {depth}: allowed are 0 to 3"):
         Knobs(depth=depth)

@@ -151,7 +151,7 @@ def test_the_default_depth_is_three_or_all_layers():
     for num_layers, depth in ((5, 3), (2, 2)):
         shape, passes = random_passes(np.random.default_rng(0), num_layers=num_layers)
         assert built("ideal_prefetch", {}, shape, passes).params.depth == depth
-    with pytest.raises(PolicyError, match="depth is 3: allowed are 0 to 2, the layers of the trace"):
+    with pytest.raises(PolicyError, match=r"^ideal_prefetch: depth is 3: allowed are 0 to 2, the layers of the trace"):
         built("ideal_prefetch", {"depth": 3}, shape, passes)
     with pytest.raises(PolicyError, match="ideal_prefetch needs the passes of the run, and there are none"):
         build_policy("ideal_prefetch", {}, context_of(shape, [], passes))

@@ -396,7 +396,7 @@ def test_what_cannot_be_built_or_begun():
     ):
         built("oled", {"nbar": "missed"}, shape, passes, []).init(None, shape, 12)
     assert build(Knobs(coop=False), Context(shape)).misses == "h2d"
-    with pytest.raises(PolicyError, match="gate_kind=raw needs scores of the table signals, which this trace lacks"):
+    with pytest.raises(PolicyError, match=r"^oled: gate_kind=raw needs scores .*: proxy-19x256-signals has them"):
         build(Knobs(gate_kind="raw"), context_of(shape, passes))
     with pytest.raises(PolicyError, match="c_min is 17: allowed are 1 to 16"):
         build(Knobs(c_min=17), context_of(shape, passes))

@@ -218,7 +218,7 @@ def test_the_most_important_of_calibration_start():
     policy = built("swapmoe", {"swap_plan": "given", "swap_slots": [2, 4, 10]}, shape, passes)
     _, resident, capacity = policy.init(policy.params, shape, 16)
     assert capacity.tolist() == resident.sum(axis=1).tolist() == [2, 4, 10]
-    with pytest.raises(PolicyError, match="swap_slots add up to 16: must be 18, the slots of all layers"):
+    with pytest.raises(PolicyError, match=r"^swapmoe: swap_slots add up to 16: must be 18, the slots of all layers"):
         policy.init(policy.params, shape, 18)
 
 
@@ -285,8 +285,8 @@ def test_what_it_is_built_from():
         ({"swap_m": -1}, "swap_m is -1: must be at least 0"),
         ({"swap_f": 0}, "swap_f is 0: must be at least 1"),
         ({"swap_plan": "search"}, "swap_plan 'search': allowed are uniform, given"),
-        ({"swap_plan": "given"}, "swap_slots must be given with swap_plan=given, and only then"),
-        ({"swap_slots": (1, 2)}, "swap_slots must be given with swap_plan=given, and only then"),
+        ({"swap_plan": "given"}, "^swapmoe: swap_slots must be given with swap_plan=given, and only then"),
+        ({"swap_slots": (1, 2)}, "^swapmoe: swap_slots must be given with swap_plan=given, and only then"),
     ],
 )
 def test_knobs_that_are_refused(knobs, message):
@@ -297,5 +297,5 @@ def test_knobs_that_are_refused(knobs, message):
 @pytest.mark.parametrize("slots", [(1, 2), (1, 2, 17), (0, 2, 3)])
 def test_slots_that_are_refused(slots):
     shape, passes = random_passes(np.random.default_rng(0))
-    with pytest.raises(PolicyError, match=r"must be 3, one for each layer, of 1 to 16"):
+    with pytest.raises(PolicyError, match=r"^swapmoe: swap_slots are .* must be 3, one for each layer, of 1 to 16"):
         build_policy("swapmoe", {"swap_plan": "given", "swap_slots": slots}, context_of(shape, passes))
