@@ -209,12 +209,12 @@ def build(knobs: Knobs, context: Context) -> Policy:
     """
     shape, distribution = context.shape, DISTRIBUTIONS.index(knobs.gate_dist)
     learns, num_layers = knobs.fm_store == "online", shape.num_layers
-    lacking = " and ".join(["`scores`"] * (distribution != TOPK) + ["`sketch`"] * (learns or knobs.depth > 1))
+    lacking = " and ".join(["scores"] * (distribution != TOPK) + ["sketch"] * (learns or knobs.depth > 1))
     if lacking and not context.has_signals:
         raise PolicyError(
             f"finemoe gate_dist={knobs.gate_dist} depth={knobs.depth} fm_store={knobs.fm_store} needs {lacking} of the "
-            "table signals, which the trace lacks: gate_dist=topk_norm depth=1 fm_store=offline does without, and "
-            "proxy-19x256-signals has them"
+            "table signals, which this trace lacks: proxy-19x256-signals has them, and gate_dist=topk_norm depth=1 "
+            "fm_store=offline does without"
         )
     calibration, warnings = None if learns else context.calibration, ()
     if calibration is not None:

@@ -454,25 +454,25 @@ def test_a_trace_without_signals_is_searched_by_gates():
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({}, "gate_dist=sigmoid_norm depth=3 fm_store=offline needs `scores` and `sketch` of"),
-        ({"depth": 1}, "gate_dist=sigmoid_norm depth=1 fm_store=offline needs `scores` of"),
-        ({"gate_dist": "topk_norm"}, "gate_dist=topk_norm depth=3 fm_store=offline needs `sketch` of"),
+        ({}, "gate_dist=sigmoid_norm depth=3 fm_store=offline needs scores and sketch of"),
+        ({"depth": 1}, "gate_dist=sigmoid_norm depth=1 fm_store=offline needs scores of"),
+        ({"gate_dist": "topk_norm"}, "gate_dist=topk_norm depth=3 fm_store=offline needs sketch of"),
         (
             {"gate_dist": "topk_norm", "depth": 1, "fm_store": "online"},
-            "gate_dist=topk_norm depth=1 fm_store=online needs `sketch` of",
+            "gate_dist=topk_norm depth=1 fm_store=online needs sketch of",
         ),
     ],
 )
 def test_what_signals_lack_is_refused_with_all_that_does_without(knobs, message):
     shape, passes = random_passes(np.random.default_rng(0))
-    with pytest.raises(PolicyError, match=f"^finemoe {message} the table signals, which the trace lacks: ") as error:
+    with pytest.raises(PolicyError, match=f"^finemoe {message} the table signals, which this trace lacks: ") as error:
         build_policy("finemoe", knobs, context_of(shape, passes))
-    assert "gate_dist=topk_norm depth=1 fm_store=offline does without, and proxy-19x256-signals has" in str(error.value)
+    assert "proxy-19x256-signals has them, and gate_dist=topk_norm depth=1 fm_store=offline does" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("knobs", "lacking"),
-    [({}, "`scores` and `sketch`"), ({"depth": 1}, "`scores`"), ({"gate_dist": "topk_norm"}, "`sketch`")],
+    [({}, "scores and sketch"), ({"depth": 1}, "scores"), ({"gate_dist": "topk_norm"}, "sketch")],
 )
 def test_what_calibration_lacks_is_refused(knobs, lacking):
     shape, passes = random_passes(np.random.default_rng(0))
