@@ -60,15 +60,21 @@ def record(policy: Policy, passes: Sequence[Pass], shape: ModelShape, slots: int
         recorded.engine_ns.append(perf_counter_ns() - start)
         return plan
 
-    def boundary(params: Any, state: Any, end: End, view: View) -> Any:
-        recorded.calls.append((policy.boundary, (end, _kept(view))))
-        return policy.boundary(params, state, end, view)
+    watched = replace(policy, decide=decide)
+    if (ask_boundary := policy.boundary) is not None:
 
-    def place(params: Any, state: Any, step: Step) -> Any:
-        recorded.calls.append((policy.place, (step,)))
-        return policy.place(params, state, step)
+        def boundary(params: Any, state: Any, end: End, view: View) -> Any:
+            recorded.calls.append((ask_boundary, (end, _kept(view))))
+            return ask_boundary(params, state, end, view)
 
-    watched = replace(policy, decide=decide, boundary=policy.boundary and boundary, place=policy.place and place)
+        watched = replace(watched, boundary=boundary)
+    if (ask_place := policy.place) is not None:
+
+        def place(params: Any, state: Any, step: Step) -> Any:
+            recorded.calls.append((ask_place, (step,)))
+            return ask_place(params, state, step)
+
+        watched = replace(watched, place=place)
     for _ in simulate(passes, watched, shape, slots, costs, estimates_of(costs)):
         pass
     return recorded
@@ -76,10 +82,10 @@ def record(policy: Policy, passes: Sequence[Pass], shape: ModelShape, slots: int
 
 def _kept(view: View) -> View:
     """The view as it is now: what a driver shows changes with its residents."""
-    arrays = [array.copy() for array in (view.resident, view.in_flight, view.capacity)]
-    for array in arrays:
+    resident, in_flight, capacity = view.resident.copy(), view.in_flight.copy(), view.capacity.copy()
+    for array in (resident, in_flight, capacity):
         array.flags.writeable = False
-    return View(*arrays, view.free_slots, view.estimates)
+    return View(resident, in_flight, capacity, view.free_slots, view.estimates)
 
 
 def ask_again(recorded: Recorded, shape: ModelShape) -> Iterator[tuple[int, int, Plan]]:

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from policies.build import PolicyModule, build_from
 from policies.contract import Context, Policy, PolicyError
@@ -120,7 +120,7 @@ def installed_module(name: str) -> PolicyModule:
     if inspect.isclass(found) and issubclass(found, PlainPolicy):
         return module_of(found)
     if hasattr(found, "Knobs") and hasattr(found, "build"):
-        return found
+        return cast(PolicyModule, found)
     raise PolicyError(
         f"policy {name} of {point.value}: must be a subclass of PlainPolicy, or a module with Knobs and build"
     )

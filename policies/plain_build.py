@@ -147,8 +147,9 @@ class _Code:
     def at(self, method: str = "decide") -> str:
         """File and line of a method."""
         code = getattr(getattr(self._kind, method), "__code__", None)
-        is_own = code is not None and code.co_filename == self.path
-        return f"{Path(self.path).name}, line {code.co_firstlineno}" if is_own else Path(self.path).name
+        if code is None or code.co_filename != self.path:
+            return Path(self.path).name
+        return f"{Path(self.path).name}, line {code.co_firstlineno}"
 
     def line_of(self, error: BaseException, method: str) -> str:
         """File and line of the class's own code that an error passed last."""
@@ -210,7 +211,7 @@ def _init(params: _Params, shape: ModelShape, slots: int) -> tuple[_State, NDArr
         capacity = equal if own.pool == "layer" else equal.sum(keepdims=True)
     state = _State(own, np.zeros(nobody_resident(shape).shape) if own.prefetches else None)
     _copy_score(state, code.at("start"))
-    return state, resident, capacity
+    return state, cast(NDArray[np.bool_], resident), cast(NDArray[np.int64], capacity)
 
 
 def _decide(params: _Params, state: _State, step: Step, view: View) -> Plan:

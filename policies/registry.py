@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from policies import (
     fiddler,
@@ -67,7 +67,7 @@ def build_policy(name: str, knobs: Mapping[str, Any] | object, context: Context)
         PolicyError: the name, a knob or its value is not allowed, or the context lacks what the policy needs.
     """
     if name == "custom":
-        built = build_custom(knobs, context)
+        built = build_custom(cast(Mapping[str, Any], knobs), context)
         require_own_name(built.name)
         return built
     return replace(build_from(policy_module(name), name, knobs, context), name=name)

@@ -145,10 +145,11 @@ def build(knobs: Knobs, context: Context) -> Policy:
     Raises:
         PolicyError: no calibration for the token table, or no passes to know beforehand.
     """
-    unit, foresees = UNITS.index(knobs.sida_unit), knobs.oracle_noise is not None
-    if foresees:
+    unit, noise = UNITS.index(knobs.sida_unit), knobs.oracle_noise
+    foresees = noise is not None
+    if noise is not None:
         token_ids = np.empty(0, np.int64)
-        rows = true_rows(context.passes, context.shape, unit, knobs.oracle_noise, context.seed)
+        rows = true_rows(context.passes, context.shape, unit, noise, context.seed)
         if rows.offsets.size == 1:
             raise PolicyError(f"{context.policy} needs the passes of the run, and there are none")
     else:

@@ -117,10 +117,10 @@ def true_rows(passes: Iterable[Pass], shape: ModelShape, unit: int, noise: float
 def _unit_loads(passes: Iterable[Pass], shape: ModelShape, unit: int) -> Iterable[NDArray[np.int64]]:
     """Tokens that each unit routes to each expert, [L, E]."""
     steps, members = Steps(shape), np.full(MOST_REQUESTS, -1)
-    total = None
+    total: NDArray[np.int64] | None = None
     for pass_ in passes:
         forward = steps.read(pass_)
-        if begins(unit, members, forward.request, forward.iteration):
+        if begins(unit, members, forward.request, forward.iteration) or total is None:
             if total is not None:
                 yield total
             total = np.zeros_like(forward.load)

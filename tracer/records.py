@@ -91,7 +91,7 @@ def _converted(value: Any, hint: Any, where: str, error: type[ValueError]) -> An
     if hint is float and is_number:
         return value if isinstance(value, (int, float)) else float(value)
     if hint is int and is_number and float(value).is_integer():
-        return int(value)
+        return int(float(value)) if not isinstance(value, int) else value
     if hint is bool and isinstance(value, bool):
         return value
     if hint is str and isinstance(value, (str, int, float)):

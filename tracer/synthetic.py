@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,7 +142,7 @@ class SyntheticTrace:
     def passes(self) -> Iterator[Pass]:
         """Passes in order, from the start at each call."""
         shape = self._settings.router_shape
-        rng = np.random.default_rng(self._rng.bit_generator.seed_seq)
+        rng = np.random.default_rng(cast(np.random.SeedSequence, self._rng.bit_generator.seed_seq))
         common = popularity(rng, shape.num_layers, shape.num_experts)
         for _, of_request in groupby(enumerate(self._forwards), lambda numbered: numbered[1].request):
             logits = _Logits(rng, self._router, common)

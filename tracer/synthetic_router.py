@@ -64,15 +64,22 @@ def popularity(rng: np.random.Generator, *size: int) -> NDArray[np.float32]:
 
 def mixed(share: float, common: NDArray[np.float32], own: NDArray[np.float32]) -> NDArray[np.float32]:
     """Two independent normal arrays as one of the same variance, to which `own` contributes this share."""
-    return np.float32(np.sqrt(1 - share)) * common + np.float32(np.sqrt(share)) * own
+    return (np.float32(np.sqrt(1 - share)) * common + np.float32(np.sqrt(share)) * own).astype(np.float32)
 
 
 def stir(
     rng: np.random.Generator, taste: NDArray[np.float32], kept: NDArray[np.float64] | float
 ) -> NDArray[np.float32]:
     """The next taste of tokens, [L, T, E], correlated with the last one by `kept`, [T, 1] or one number."""
-    fresh = rng.standard_normal(taste.shape, np.float32)
-    return np.float32(kept) * taste + np.sqrt(1 - np.square(kept)).astype(np.float32) * fresh
+    return drifted(taste, rng.standard_normal(taste.shape, np.float32), kept)
+
+
+def drifted(
+    taste: NDArray[np.float32], fresh: NDArray[np.float32], kept: NDArray[np.float64] | float
+) -> NDArray[np.float32]:
+    """Independent normal arrays mixed into one of the same variance, correlated with the first by `kept`."""
+    weight, rest = np.float32(kept), np.sqrt(1 - np.square(kept)).astype(np.float32)
+    return (weight * taste + rest * fresh).astype(np.float32)
 
 
 class Knobs(NamedTuple):
@@ -159,7 +166,7 @@ class _Pairs:
         size = (*self.confidence.shape, shape.num_experts)
         self._taste, self._fresh = (rng.standard_normal(size, np.float32) for _ in range(2))
         self._common = np.empty(0)  # [N, 1, E] weighted popularity
-        self._earlier = np.empty(0)  # [N, E] activated
+        self._earlier = np.empty(0, np.bool_)  # [N, E] activated
 
     def first(self, weight: NDArray[np.float64]) -> float:
         """Mean number of experts that the earlier forwards activate with this weight, [L], of popularity."""
@@ -170,8 +177,7 @@ class _Pairs:
 
     def overlap(self, kept: NDArray[np.float64] | float) -> float:
         """Mean overlap of the earlier forwards, as `first` left them, with later ones that kept this much of the taste."""
-        later = np.float32(kept) * self._taste + np.sqrt(1 - np.square(kept)).astype(np.float32) * self._fresh
-        shared = (self._earlier & self._activated(later)).sum(axis=1)
+        shared = (self._earlier & self._activated(drifted(self._taste, self._fresh, kept))).sum(axis=1)
         return float((shared / self._earlier.sum(axis=1)).mean())
 
     def _activated(self, taste: NDArray[np.float32]) -> NDArray[np.bool_]:
