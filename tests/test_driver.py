@@ -289,7 +289,7 @@ def test_variant_names_the_knobs_that_were_changed():
         (
             "lru",
             {"lru_ordr": "id"},
-            r"lru has no knob 'lru_ordr'; did you mean lru_order\? allowed: lru_order, misses, max_admit",
+            r"lru has no knob 'lru_ordr'; did you mean lru_order\? allowed: lru_order, pool, misses, max_admit",
         ),
         ("oled", {"max_swaps": 10**30}, r"max_swaps is 1e\+30, must be within 1e\+15"),
         ("full", {"misses": "h2d"}, "full has no knob 'misses'; allowed: none"),
