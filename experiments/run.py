@@ -204,8 +204,10 @@ def simulate(
 
 def _check_numbers(given: _Plain, reader: TraceReader) -> None:
     if not 0 <= given.warmup_requests < reader.num_requests:
+        requests = "1 request" if reader.num_requests == 1 else f"{reader.num_requests} requests"
+        allowed = "0" if reader.num_requests == 1 else f"0 to {reader.num_requests - 1}"
         raise TraceError(
-            f"warmup_requests is {given.warmup_requests}, must be 0 to {reader.num_requests - 1}: the trace holds {reader.num_requests} requests"
+            f"warmup_requests is {given.warmup_requests}, must be {allowed}: the trace holds {requests}, one must count"
         )
     if given.expert_dtype is not None and given.expert_dtype not in WEIGHT_BITS:
         raise TraceError(f"expert_dtype is {given.expert_dtype!r}, allowed are {', '.join(WEIGHT_BITS)}")

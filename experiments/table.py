@@ -118,7 +118,7 @@ def _section(rows: pl.DataFrame, caption: Sequence[str], width: int) -> str:
     lines = ["  ".join(parts).rstrip() for parts in zip(*(column.lines() for column in columns), strict=True)]
     rule = "  ".join("-" * column.width for column in columns)
     notes = [_wrap(f"[{i}] {variant}", width, "    ") for i, variant in enumerate(variants, 1)]
-    return "\n".join([head, "", *lines[:2], rule, *lines[2:], *notes, *_warnings(rows, width)])
+    return "\n".join([head, "", *lines[:2], rule, *lines[2:], *notes, *_warnings(rows, labels, width)])
 
 
 def _fitting(columns: Sequence[Column], width: int) -> list[Column]:
@@ -164,13 +164,19 @@ def _plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _warnings(rows: pl.DataFrame, width: int) -> list[str]:
+def _warnings(rows: pl.DataFrame, labels: Sequence[str], width: int) -> list[str]:
+    """Each warning once, with the cache sizes that it is about where the policy has rows of others."""
     if "warnings" not in rows.columns:
         return []
-    found = {
-        (name, text): None for name, texts in rows.select("policy", "warnings").iter_rows() for text in texts or ()
-    }
-    return [_wrap(f"{name}: {text}", width, "    ") for name, text in found]
+    found: dict[tuple[str, str], list[int]] = {}
+    for label, slots, texts in zip(labels, rows["slots_per_layer"], rows["warnings"], strict=True):
+        for text in texts if texts is not None else ():
+            found.setdefault((label, text), []).append(slots)
+    lines = []
+    for (label, text), slots in found.items():
+        sizes = "" if len(slots) == labels.count(label) else f" at {', '.join(map(str, slots))} slots"
+        lines.append(_wrap(f"{label}{sizes}: {text}", width, "    "))
+    return lines
 
 
 def _wrap(text: str, width: int, indent: str) -> str:

@@ -176,6 +176,6 @@ class Context:
         """
         if self.calibrate is None:
             raise PolicyError(
-                f"{self.policy} needs calibration, and there is none: count warm-up requests or name a record of some"
+                f"{self.policy} needs calibration, and there is none: warmup_requests must be 1 or more, or calibration the path of a record"
             )
         return self.calibrate()

@@ -213,8 +213,8 @@ def build(knobs: Knobs, context: Context) -> Policy:
     if lacking and not context.has_signals:
         raise PolicyError(
             f"finemoe gate_dist={knobs.gate_dist} depth={knobs.depth} fm_store={knobs.fm_store} needs {lacking} of the "
-            "table signals, which this trace lacks: proxy-19x256-signals has them, and gate_dist=topk_norm depth=1 "
-            "fm_store=offline does without"
+            "table signals, which this trace lacks: proxy-19x256-signals has them; policy.gate_dist=topk_norm "
+            "policy.depth=1 policy.fm_store=offline needs none"
         )
     calibration, warnings = None if learns else context.calibration, ()
     if calibration is not None:

@@ -128,7 +128,7 @@ class HardwareProfile:
     date: str
     h2d_latency_ns: float
     h2d_bytes_per_s: float
-    cpu_workers: int
+    cpu_workers: int  # that the rates of the CPU are for; to change it alone changes no time
     gate_sync_ns: float = 0.0
     cpu_roundtrip_ns: float = 0.0
     policy_ns: Mapping[str, float] = field(default_factory=dict)  # by policy name; `default` for the rest

@@ -193,7 +193,7 @@ def test_without_any_only_policies_that_learn_are_refused(shipped, tmp_path):
     _, passes, shape = shipped
     reader = write(tmp_path / "mine.trace", passes, shape)
     simulate(reader, "lru", 3, warmup_requests=0)
-    with pytest.raises(PolicyError, match="oled needs calibration, and there is none: count warm-up requests"):
+    with pytest.raises(PolicyError, match="oled needs calibration, and there is none: warmup_requests must be 1"):
         simulate(reader, "oled", 3, warmup_requests=0)
 
 

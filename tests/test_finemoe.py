@@ -467,7 +467,8 @@ def test_what_signals_lack_is_refused_with_all_that_does_without(knobs, message)
     shape, passes = random_passes(np.random.default_rng(0))
     with pytest.raises(PolicyError, match=f"^finemoe {message} the table signals, which this trace lacks: ") as error:
         build_policy("finemoe", knobs, context_of(shape, passes))
-    assert "proxy-19x256-signals has them, and gate_dist=topk_norm depth=1 fm_store=offline does" in str(error.value)
+    without = "policy.gate_dist=topk_norm policy.depth=1 policy.fm_store=offline needs none"
+    assert f"proxy-19x256-signals has them; {without}" in str(error.value)
 
 
 @pytest.mark.parametrize(

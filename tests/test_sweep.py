@@ -221,6 +221,12 @@ def test_knobs_are_told_apart_by_their_variant():
     assert "policy.lru_order" not in table().columns
 
 
+def test_a_warning_says_which_cache_sizes_it_is_about():
+    sizes = [ROW | {"slots_per_layer": slots, "warnings": ["slept"] * (slots < 9)} for slots in (8, 16)]
+    other = ROW | {"policy": "oled", "slots_per_layer": 8, "warnings": ["slept"]}
+    assert format_table(table_of([*sizes, other])).splitlines()[-2:] == ["lru at 8 slots: slept", "oled: slept"]
+
+
 def test_a_table_for_people():
     other = {"policy": "ondemand", "slots_per_layer": 0, "utilization": None, "tpot_ms": 123.4, "misses": "oled"}
     rows = table_of([ROW, ROW | other | {"h2d_bytes": 999, "warnings": ["never\nacted"]}])
