@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,8 +15,8 @@ import numba
 import numpy as np
 
 from experiments.bench_decide import decisions_as_text, measure_decisions
-from experiments.cli import USER_ERRORS, explain
-from experiments.terminal import INTERRUPTED, Ended, ending_as_error, flush, mend_streams
+from experiments.command import guarded
+from experiments.terminal import mend_streams
 
 TRACE = "proxy-19x256-signals"
 
@@ -26,21 +25,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `python -m experiments.bench`; exits with 2 after an error of the user."""
     mend_streams()
     options = _parser().parse_args(arguments)
-    try:
-        with ending_as_error():
-            report = {"machine": machine(), **options.run(options)}
-            if options.json is not None:
-                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            print(options.show(report))
-            flush()
-    except KeyboardInterrupt:
-        print("bench: interrupted", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
-    except Ended as end:
-        raise SystemExit(end.code) from None
-    except USER_ERRORS as error:
-        print(f"bench: error: {explain(error)}", file=sys.stderr)
-        raise SystemExit(2) from None
+
+    def work() -> None:
+        report = {"machine": machine(), **options.run(options)}
+        if options.json is not None:
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(options.show(report))
+
+    guarded("bench", work)
 
 
 def _parser() -> argparse.ArgumentParser:

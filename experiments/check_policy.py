@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import islice
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import yaml
@@ -19,10 +17,10 @@ import yaml
 from experiments.calibration import calibrated, context_of
 from experiments.check_rules import RULES, Build, Tally, Violation, check, smallest
 from experiments.check_traces import Case, cases, generated
-from experiments.cli import USER_ERRORS, explain
+from experiments.command import Parser, guarded
 from experiments.errors import ConfigError
 from experiments.policy import built
-from experiments.terminal import INTERRUPTED, Ended, ending_as_error, flush, mend_streams
+from experiments.terminal import mend_streams
 from policies.contract import Context, PolicyError
 from tracer.schema import ForwardKind
 from tracer.shipped import find_trace
@@ -37,19 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check a policy; returns 1 when it breaks a rule, else 0; exits with 2 after another error of the user."""
     mend_streams()
     options = _parser().parse_args(arguments)
-    try:
-        with ending_as_error():
-            status = run(options.policy, options.name, _knobs(options.knob), options.trace)
-            flush()
-            return status
-    except BrokenPipeError:
-        raise SystemExit(128 + signal.SIGPIPE) from None
-    except Ended as end:
-        _stop(f"ended by {end.signal.name}", end.code)
-    except KeyboardInterrupt:
-        _stop("interrupted", INTERRUPTED)
-    except USER_ERRORS as error:
-        _stop(f"error: {explain(error)}", 2)
+    return guarded(PROGRAM, lambda: run(options.policy, options.name, _knobs(options.knob), options.trace))
 
 
 def run(policy: str, name: str | None, knobs: dict[str, Any], trace: str | None) -> int:
@@ -66,7 +52,7 @@ def run(policy: str, name: str | None, knobs: dict[str, Any], trace: str | None)
         raise ConfigError(f"--name {name}: chooses a class of a file, and {policy} is none")
     given = {"path": policy, "name": name, "knobs": knobs} if is_file else knobs
     what = "custom" if is_file else policy
-    shown = built(what, given, _context(generated(0, 1, 2, 1, 1, 1, 1, 1)))
+    shown = built(what, given, _context(next(cases())))
     title = f"{shown.name} ({policy})" if is_file else policy
 
     def build(case: Case) -> Any:
@@ -183,21 +169,9 @@ def _knobs(texts: Sequence[str]) -> dict[str, Any]:
     return knobs
 
 
-def _stop(why: str, code: int) -> NoReturn:
-    print(f"{PROGRAM}: {why}", file=sys.stderr)
-    raise SystemExit(code) from None
-
-
-class _Parser(argparse.ArgumentParser):
-    """Errors in one line, as all of our commands have them."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
     text = "Hold a policy to the rules that every policy must keep to, and explain the first one that it breaks."
-    parser = _Parser(prog=PROGRAM, description=text, allow_abbrev=False)
+    parser = Parser(prog=PROGRAM, description=text, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {version('oledsim')}")
     parser.add_argument("policy", help="a Python file with a subclass of PlainPolicy, or the name of a policy")
     parser.add_argument("--name", help="the class, where the file has several")

@@ -14,13 +14,13 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from experiments import trace
-from experiments.cli import USER_ERRORS, explain
+from experiments.command import guarded
 from experiments.figures import plot_tpot, plot_utilization
 from experiments.identity import UNSIZED
 from experiments.run import simulate
 from experiments.sweep import table_of, write_table
 from experiments.table import WIDTH, format_table
-from experiments.terminal import INTERRUPTED, Ended, ending_as_error, flush, mend_streams
+from experiments.terminal import mend_streams
 from tracer import doctor
 from tracer.schema import TraceError
 from tracer.shipped import find_model
@@ -41,18 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory of the results (default: demo)")
     out = parser.parse_args(arguments).out
     mend_streams()
-    try:
-        with ending_as_error():
-            run(out)
-            flush()
-    except KeyboardInterrupt:
-        print("demo: interrupted", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
-    except Ended as end:
-        raise SystemExit(end.code) from None
-    except USER_ERRORS as error:
-        print(f"demo: error: {explain(error)}", file=sys.stderr)
-        raise SystemExit(2) from None
+    guarded("demo", lambda: run(out))
 
 
 def run(out: Path) -> None:

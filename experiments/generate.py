@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tqdm import tqdm
 
 from experiments.calibration import recorded
-from experiments.cli import USER_ERRORS, explain
+from experiments.command import Parser, guarded
 from experiments.profiles import load_shape
-from experiments.terminal import INTERRUPTED, Ended, ending_as_error, flush, mend_streams
+from experiments.terminal import mend_streams
 from tracer import locality
 from tracer.calibration_file import load, save
 from tracer.controls import control_metadata, shuffled, uniform
@@ -35,23 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Make a trace, or a record of one; exits with 2 after an error of the user, with 128 and its number after a signal."""
     mend_streams()
     options = _parser().parse_args(arguments)
-    try:
-        with ending_as_error():
-            print(options.run(options))
-            flush()
-    except BrokenPipeError:  # the trace is whole; whoever read what we print has seen enough
-        raise SystemExit(128 + signal.SIGPIPE) from None
-    except Ended as end:
-        _stop(f"ended by {end.signal.name}", end.code)
-    except KeyboardInterrupt:
-        _stop("interrupted", INTERRUPTED)
-    except USER_ERRORS as error:
-        _stop(f"error: {explain(error)}", 2)
-
-
-def _stop(why: str, code: int) -> NoReturn:
-    print(f"{PROGRAM}: {why}", file=sys.stderr)
-    raise SystemExit(code) from None
+    guarded(PROGRAM, lambda: print(options.run(options)))
 
 
 def describe(path: Path) -> str:
@@ -78,15 +61,8 @@ def describe(path: Path) -> str:
     return "\n".join(f"{name:<20}{text}" for name, text in lines.items())
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors in one line, as all of our commands have them."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=PROGRAM, description="Make traces without running a model.", allow_abbrev=False)
+    parser = Parser(prog=PROGRAM, description="Make traces without running a model.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {version('oledsim')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -29,6 +29,7 @@ from tracer.files import metadata_hash
 from tracer.records import make_record
 from tracer.schema import WEIGHT_BITS, ModelShape, TraceError
 from tracer.shipped import find_trace
+from tracer.statistics import training_minutes
 from tracer.store import TraceReader
 
 # The columns of tables, in order; `summary.json` holds more.
@@ -240,7 +241,7 @@ def _summary(
         "trace_hash": metadata_hash(metadata),
         "source": metadata.source,
         "traced_hidden": metadata.shape.hidden,
-        "training_minutes": metadata.details.get("training", {}).get("minutes"),
+        "training_minutes": training_minutes(metadata),
         "warmup": warmup_requests,
         "hardware": profile.name,
         "hardware_changes": changes_of(profile),

@@ -22,6 +22,9 @@ class PolicyError(ValueError):
     """A policy cannot be built from these knobs, this trace or this cache size; the message says why."""
 
 
+MOST_REQUESTS = 256  # of one pass, that policies which follow requests can tell apart
+
+
 class Estimates(NamedTuple):
     """What a policy believes an expert costs. Only a belief: the engines charge from the hardware profile."""
 

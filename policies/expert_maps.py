@@ -12,7 +12,7 @@ from policies.retention import by_priority
 from tracer.schema import SKETCH_SIZE, Calibration
 
 DISTRIBUTIONS = ("sigmoid_norm", "softmax", "topk_norm")
-SIGMOID, SOFTMAX, TOPK = range(3)
+SOFTMAX, TOPK = DISTRIBUTIONS.index("softmax"), DISTRIBUTIONS.index("topk_norm")
 LEVELS = 255
 _CERTAIN = 1 - 0.5 / LEVELS  # what a score of 1 counts as where odds are needed: half a level less
 
@@ -47,7 +47,7 @@ def weigh(distribution, scores, weights):
     """What the scores of one token weigh, relative to 1 as the highest possible; equally much where all are 0.
 
     Args:
-        distribution: SIGMOID, SOFTMAX or TOPK.
+        distribution: index into DISTRIBUTIONS.
         scores: [S] unbiased sigmoid, or gates.
         weights: [S], written.
 

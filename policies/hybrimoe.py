@@ -12,7 +12,7 @@ from policies.contract import Context, Policy, PolicyError, plain_plan
 from policies.hybrid_schedule import hybrid_split
 from policies.jit import jit
 from policies.knobs import limit_of, require_choice, require_limit
-from policies.misses import MISSES, MissPath, miss_path, serve
+from policies.misses import MISSES, MissPath, miss_path, require_misses, serve
 from policies.retention import best, equal_capacity, lowest_first, missed_of, nobody_resident, with_admitted
 from tracer.schema import ForwardKind, ModelShape
 
@@ -40,12 +40,7 @@ class Knobs:
     """How many of a layer's transfers enter its slots, those of highest score first; null for all. Ours."""
 
     def __post_init__(self) -> None:
-        if self.misses == "cpu":
-            raise PolicyError(
-                f"misses=cpu admits nothing, so it needs residents at the start, and there are none: "
-                f"allowed are {', '.join(PATHS)}"
-            )
-        require_choice("misses", self.misses, PATHS)
+        require_misses(self.misses, PATHS)
         require_choice("mrs_pool", self.mrs_pool, POOLINGS)
         if not 0 < self.mrs_alpha <= 1:
             raise PolicyError(f"mrs_alpha is {self.mrs_alpha}: must be above 0 and at most 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ MISSES = ("h2d", "oled")
 _PREFILL = int(ForwardKind.PREFILL)
 
 
-def require_misses(value: str) -> None:
+def require_misses(value: str, allowed: Sequence[str] = MISSES) -> None:
     """Refuse a miss path that a policy which starts empty cannot have.
 
     Raises:
@@ -33,9 +34,9 @@ def require_misses(value: str) -> None:
     if value == "cpu":
         raise PolicyError(
             f"misses=cpu admits nothing, so it needs residents at the start, and there are none: "
-            f"allowed are {', '.join(MISSES)}"
+            f"allowed are {', '.join(allowed)}"
         )
-    require_choice("misses", value, MISSES)
+    require_choice("misses", value, allowed)
 
 
 class MissPath(NamedTuple):

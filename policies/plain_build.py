@@ -21,7 +21,8 @@ from policies.check import check_boundary, check_plan, place_of
 from policies.contract import Context, End, Plan, PlanError, Policy, PolicyError, Step, View
 from policies.knobs import variant_of
 from policies.plain import PlainPolicy
-from policies.retention import equal_capacity, nobody_resident
+from policies.pool_retention import capacity_of
+from policies.retention import nobody_resident
 from tracer.schema import ModelShape
 
 _SIMPLE = (int, float, bool, str)
@@ -207,8 +208,7 @@ def _init(params: _Params, shape: ModelShape, slots: int) -> tuple[_State, NDArr
     if resident is None:
         resident = nobody_resident(shape)
     if capacity is None:
-        equal = equal_capacity(shape, slots)
-        capacity = equal if own.pool == "layer" else equal.sum(keepdims=True)
+        capacity = capacity_of(own.pool, shape, slots)
     state = _State(own, np.zeros(nobody_resident(shape).shape) if own.prefetches else None)
     _copy_score(state, code.at("start"))
     return state, cast(NDArray[np.bool_], resident), cast(NDArray[np.int64], capacity)

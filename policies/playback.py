@@ -63,7 +63,7 @@ class State:
     score: NDArray[np.float64]  # [L, E]
 
 
-def playback(decisions: Decisions, clear_prefetches: bool = True, prefetch_delay_ns: int = 0) -> Policy:
+def playback(decisions: Decisions, clear_prefetches: bool, prefetch_delay_ns: int) -> Policy:
     """The policy that decides as a log says, for the trace that the log is of.
 
     Without prefetches residents follow from the decisions alone, so that a log either fits exactly or is refused.

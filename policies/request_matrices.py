@@ -7,11 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.contract import PolicyError
+from policies.contract import MOST_REQUESTS, PolicyError
 from policies.exact import more_similar
 from policies.jit import jit
-
-MOST_REQUESTS = 256  # in one pass
 
 
 class RequestMatrices(NamedTuple):

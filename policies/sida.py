@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.contract import Context, Plan, Policy, PolicyError
+from policies.contract import MOST_REQUESTS, Context, Plan, Policy, PolicyError
 from policies.jit import jit
 from policies.knobs import require_choice
 from policies.retention import best, by_priority, equal_capacity, nobody_resident
 from policies.streaming import stream
-from policies.unit_prediction import MOST_REQUESTS, UNITS, Rows, add_up, begins, last_in, token_rows, true_rows
+from policies.unit_prediction import UNITS, Rows, add_up, begins, last_in, token_rows, true_rows
 from tracer.schema import ModelShape
 
 OVERFLOWS = ("topC", "fifo")

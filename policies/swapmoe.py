@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.contract import Context, Plan, Policy, PolicyError
+from policies.contract import Context, Plan, Policy, PolicyError, plain_plan
 from policies.jit import jit
 from policies.knobs import require_choice, require_limit
 from policies.placement import highest_of_each_layer
@@ -137,7 +137,7 @@ def decide(params, state, step, view):
     entering = swapped(candidates, after, view.free_slots, params.most if swaps else 0, importance, recency)
     nothing = np.empty(0, np.int64)
     if params.from_staging:
-        return Plan(transfers, nothing, after, np.empty((0, 2), np.int64), np.empty((0, 2), np.float64), False, 0)
+        return plain_plan(transfers, nothing, after)
     prefetches = np.empty((entering.size, 2), np.int64)
     for row in range(entering.size):
         prefetches[row, 0], prefetches[row, 1] = layer, entering[row]

@@ -8,14 +8,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.contract import PolicyError
+from policies.contract import MOST_REQUESTS, PolicyError
 from policies.jit import jit
 from policies.steps import Steps
 from tracer.schema import Calibration, ModelShape, Pass
 
 UNITS = ("request", "block", "iter")
 _REQUEST, _ITER = UNITS.index("request"), UNITS.index("iter")
-MOST_REQUESTS = 256  # in one pass
 
 
 class Rows(NamedTuple):

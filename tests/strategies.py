@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from experiments.check_traces import frozen
 from tracer.schema import (
     MAX_AHEAD_DEPTH,
     NUM_AHEAD,
@@ -177,7 +178,7 @@ def _join(
     def tokens(name: str) -> NDArray[Any]:
         return np.concatenate([getattr(p, name) for p in parts])
 
-    return freeze(
+    return frozen(
         Pass(
             pass_id=pass_id,
             requests=np.array(requests),
@@ -206,18 +207,9 @@ def _join(
     )
 
 
-def freeze(pass_: Pass) -> Pass:
-    """Make every array of a pass read-only, as a reader hands it out."""
-    for record in filter(None, (pass_, pass_.signals)):
-        for value in vars(record).values():
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False
-    return pass_
-
-
 def change(pass_: Pass, **fields: Any) -> Pass:
     """A pass with some fields replaced; consistency is the caller's business."""
-    return freeze(replace(pass_, **fields))
+    return frozen(replace(pass_, **fields))
 
 
 def random_passes(

@@ -10,11 +10,11 @@ from scripted import layer_rows, make_costs
 from strategies import change, random_passes, traces
 
 from experiments import calibration
-from policies.contract import Context, PolicyError, View
+from policies.contract import MOST_REQUESTS, Context, PolicyError, View
 from policies.registry import build_policy
 from policies.sida import OVERFLOWS, Knobs
 from policies.steps import Steps, count_load, step_at
-from policies.unit_prediction import MOST_REQUESTS, UNITS, add_up, begins, token_rows, true_rows
+from policies.unit_prediction import UNITS, add_up, begins, token_rows, true_rows
 from simulator.des import simulate
 from tracer.calibration_file import load as load_calibration
 from tracer.schema import Calibration

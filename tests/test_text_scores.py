@@ -12,7 +12,7 @@ from tracer.corpus import documents, prompts
 from tracer.llada2 import LLaDA2
 from tracer.pretrain import prepare
 from tracer.pretrain_scores import Answers
-from tracer.text_scores import compiles, heldout_loss, samples, text_summary
+from tracer.text_scores import compiles, heldout_loss, text_summary
 
 HEAD = 'def f(x):\n    """Doc."""'
 
@@ -113,15 +113,3 @@ def test_a_summary_counts_what_compiles(untrained):
     assert found["samples"] == [{"prompt": d.prompt, "answer": d.completion} for d in chosen[:3]]
     prose = text_summary(model, tokenizer, config, "prose", 4, 16, answering(texts, [True] * 4))
     assert "num_compiled" not in prose
-
-
-def test_samples_are_of_every_workload(untrained):
-    config, tokenizer, model = untrained
-    found = samples(model, tokenizer, config, 16, 2, answering(["one", "two"], [True, True]))
-    assert found == {
-        workload: [
-            {"prompt": document.prompt, "answer": text}
-            for document, text in zip(text_scores.prompts(workload, 2, packages=()), ("one", "two"), strict=True)
-        ]
-        for workload in ("code", "prose")
-    }

@@ -17,12 +17,12 @@ from tracer.capture import trace_metadata, trace_prompts
 from tracer.checkpoint import Provenance
 from tracer.decode import DecodeError, DecodeResult, DecodeSettings
 from tracer.llada2 import LLaDA2
+from tracer.pretrain_scores import decode_settings
 from tracer.schema import GATE_DTYPES, ForwardKind, Pass, TraceError
 from tracer.store import TraceWriter
 from tracer.tokenizer import Tokenizer
 
 BLOCK_LENGTH = 16
-THRESHOLD = 0.9
 GATE_DTYPE = "uint8"
 NUM_TOKENS = 128  # new tokens of an evaluated request
 NUM_CANDIDATES = 40
@@ -198,13 +198,7 @@ def run_job(job: Job, setup: Setup, model: LLaDA2, tokenizer: Tokenizer) -> Made
     Raises:
         TraceError: none of the prompts can be decoded, or the trace cannot be written.
     """
-    settings = DecodeSettings(
-        mask_id=tokenizer.mask_id,
-        eos_id=tokenizer.eos_id,
-        block_length=job.block_length,
-        threshold=THRESHOLD,
-        gen_length=job.gen_length,
-    )
+    settings = decode_settings(tokenizer, job.block_length, job.gen_length)
     answers, failures = _answers(job, setup, model, tokenizer, settings)
     if not answers:
         raise TraceError(f"{job.name}: no prompt can be decoded: {failures[0]}")

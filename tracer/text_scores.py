@@ -81,23 +81,6 @@ def text_summary(
     return summary | {"samples": _samples(chosen[:3], texts[:3])}
 
 
-def samples(
-    model: LLaDA2,
-    tokenizer: Tokenizer,
-    config: PretrainConfig,
-    block_length: int,
-    num_samples: int = 3,
-    answer: Answer = answer_together,
-) -> dict[str, list[dict[str, str]]]:
-    """Have the first held-out prompts of each workload answered; prompts and answers, by workload."""
-    settings = decode_settings(tokenizer, block_length, NUM_TOKENS)
-    found = {}
-    for workload in config.shares:
-        chosen = [document.prompt for document in prompts(workload, num_samples, packages=config.packages)]
-        found[workload] = _samples(chosen, answer(model, tokenizer, chosen, settings).texts)
-    return found
-
-
 @torch.inference_mode()
 def heldout_loss(
     model: LLaDA2, tokenizer: Tokenizer, config: PretrainConfig, workload: str, block_length: int = 16
