@@ -125,10 +125,10 @@ def _draw(axes: Axes, points: pl.DataFrame, column: str, style: Style, nth: int)
         marker=style.marker,
         linestyle=line,
         linewidth=1.8,
-        markersize=7,
-        markerfacecolor="white" if nth else style.color,
+        markersize=11 if nth else 7,  # a ring, so that curves that coincide are seen as two
+        markerfacecolor="none" if nth else style.color,
         markeredgecolor=style.color if nth else "white",
-        markeredgewidth=0.5,
+        markeredgewidth=1.2 if nth else 0.5,
         label=name,
     )
 
