@@ -10,7 +10,7 @@ from experiments.terminal import INTERRUPTED, mend_streams
 
 def simulate() -> int | None:
     """Entry point of `oled-simulate`."""
-    return _start("oled-simulate", "experiments.simulate")
+    return _start("oled-simulate", "experiments.simulate_command")
 
 
 def trace() -> int | None:

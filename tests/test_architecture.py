@@ -58,7 +58,7 @@ def test_a_planted_import_is_found(package, line):
 def test_policies_and_simulation_import_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import policies.registry, simulator.des, experiments.simulate, experiments.run, tracer.store, tracer.doctor\n"
+        "import policies.registry, simulator.des, experiments.simulate_command, experiments.run, tracer.store, tracer.doctor\n"
         "assert 'safetensors' not in sys.modules and 'tokenizers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)

@@ -20,7 +20,7 @@ from watched import WatchedSlots, check_laws
 from experiments.errors import ConfigError
 from experiments.policy import built
 from experiments.run import simulate
-from experiments.simulate import main
+from experiments.simulate_command import main
 from policies.contract import Context, PlanError, PolicyError
 from policies.custom import installed, load
 from policies.driver import drive

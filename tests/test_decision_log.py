@@ -10,7 +10,7 @@ from recorded import write
 from strategies import random_passes
 
 from experiments.run import simulate
-from experiments.simulate import main
+from experiments.simulate_command import main
 from policies.contract import PlanError, PolicyError
 
 # every kind of policy that does not prefetch and places nothing

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reference import ESTIMATES, built, hits_per_execution, lfu_residents, pass_of, passes_of, run, shape_of
 from strategies import random_passes, traces
 
-from experiments.simulate import main
+from experiments.simulate_command import main
 from policies.contract import PolicyError
 from policies.driver import drive
 from policies.lfu import Knobs

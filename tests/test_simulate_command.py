@@ -21,7 +21,7 @@ from experiments import run
 from experiments.errors import ConfigError
 from experiments.profiles import load_profile, profile_hash
 from experiments.run import COLUMNS
-from experiments.simulate import main
+from experiments.simulate_command import main
 from policies.profile import ProfileError
 from policies.registry import POLICIES
 from tracer.store import TraceWriter
@@ -263,7 +263,7 @@ def test_a_damaged_trace_is_one_line(damage, words, tmp_path):
     ],
 )
 def test_bad_input_in_a_process_of_its_own(trace, arguments, words, tmp_path):
-    code = "from experiments.simulate import main; main()"
+    code = "from experiments.simulate_command import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, f"trace={trace}", *arguments], capture_output=True, text=True, cwd=tmp_path
     )

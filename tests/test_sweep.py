@@ -10,11 +10,11 @@ import pytest
 from commands import ROW, command
 from strategies import metadata_for, random_passes
 
-import experiments.simulate
+import experiments.simulate_command
 from experiments.files import FILES
 from experiments.run import COLUMNS, simulate
-from experiments.simulate import main
-from experiments.sweep import table_of
+from experiments.simulate_command import main
+from experiments.collect import table_of
 from experiments.table import format_table
 from tracer.store import TraceWriter
 
@@ -37,7 +37,7 @@ def runs(tmp_path, monkeypatch):
         made.append((policy, slots))
         return simulate(reader, policy, slots, *arguments, **options)
 
-    monkeypatch.setattr(experiments.simulate, "simulate", counted)
+    monkeypatch.setattr(experiments.simulate_command, "simulate", counted)
     return made
 
 
@@ -114,7 +114,7 @@ def test_traces_of_one_file_name_are_told_apart():
 
 
 def test_profiles_of_one_name_are_told_apart():
-    text = (Path(experiments.simulate.__file__).parent.parent / "conf/hardware/rtx5090.yaml").read_text()
+    text = (Path(experiments.simulate_command.__file__).parent.parent / "conf/hardware/rtx5090.yaml").read_text()
     text = text.replace("name: rtx5090", "name: mine")
     Path("a.yaml").write_text(text)
     Path("b.yaml").write_text(text.replace("gate_sync_ns: 15000", "gate_sync_ns: 16000"))
@@ -162,7 +162,7 @@ def test_cells_that_share_a_directory_do_not_replace_each_other(runs):
 
 def test_other_code_or_another_profile_is_run_anew(runs, monkeypatch):
     profile = Path("mine.yaml")
-    text = (Path(experiments.simulate.__file__).parent.parent / "conf/hardware/rtx5090.yaml").read_text()
+    text = (Path(experiments.simulate_command.__file__).parent.parent / "conf/hardware/rtx5090.yaml").read_text()
     profile.write_text(text)
     grid = ["policy=lru", "cache.slots_per_layer=4", "hardware.path=mine.yaml"]
     sweep(*grid)

@@ -9,7 +9,7 @@ from commands import command
 
 from experiments import check_policy
 from experiments.check_traces import cases
-from experiments.simulate import main
+from experiments.simulate_command import main
 
 TUTORIAL = Path(__file__).resolve().parent.parent / "docs" / "your-own-policy.md"
 BLOCKS = re.findall(r"```(python|console|toml)\n(.*?)```", TUTORIAL.read_text(), re.DOTALL)

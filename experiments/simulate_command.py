@@ -18,7 +18,7 @@ from experiments.identity import identity
 from experiments.keys import refuse_unknown
 from experiments.profiles import profile_hash
 from experiments.run import simulate
-from experiments.sweep import shown, table_of
+from experiments.collect import shown, table_of
 from experiments.table import format_table
 from tracer.files import metadata_hash
 from tracer.shipped import find_trace
