@@ -10,15 +10,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from experiments import collect
 from experiments import config as schema
-from experiments import sweep
 from experiments.calibration import context_of
 from experiments.cli import hydra_command
+from experiments.collect import shown, table_of
 from experiments.identity import identity
 from experiments.keys import refuse_unknown
 from experiments.profiles import profile_hash
 from experiments.run import simulate
-from experiments.collect import shown, table_of
 from experiments.table import format_table
 from tracer.files import metadata_hash
 from tracer.shipped import find_trace
@@ -28,7 +28,7 @@ from tracer.store import TraceReader
 def main() -> None:
     """Entry point of the command."""
     schema.register(sys.argv[1:])
-    hydra_command("oled-simulate", "simulate", run, sweep.finish)
+    hydra_command("oled-simulate", "simulate", run, collect.finish)
 
 
 def run(config: DictConfig) -> None:
@@ -44,7 +44,7 @@ def run(config: DictConfig) -> None:
     record: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
     _, calibration = context_of(reader, config.warmup_requests, config.calibration)
     contents = metadata_hash(reader.metadata), profile_hash(profile), calibration
-    if is_cell and sweep.is_done(directory, identity(record, *contents)):
+    if is_cell and collect.is_done(directory, identity(record, *contents)):
         return
     result = simulate(
         reader,
