@@ -16,7 +16,7 @@ from polars import selectors
 
 from experiments.cli import cells_of
 from experiments.files import read_run, write_parquet
-from experiments.identity import UNSIZED, asked, sources
+from experiments.identity import asked, sources
 from experiments.policy import has_changed, label
 from experiments.table import SECTION, format_table
 from policies.registry import POLICIES
@@ -33,7 +33,7 @@ def cell_name(root: DictConfig) -> str:
     """
     config = asked(OmegaConf.to_container(root))  # type: ignore[arg-type]
     policy = label(config["policy"])
-    size = [] if policy in UNSIZED else [str(config["cache"]["slots_per_layer"])]
+    size = [f"{value}{'gib' * (key == 'gib')}" for key, value in config.get("cache", {}).items()]
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:10]
     return "-".join([policy, *size, digest])
 

@@ -37,9 +37,10 @@ Hardware = make_dataclass(
 
 @dataclass
 class Cache:
-    """Size of the expert cache on the GPU."""
+    """Size of the expert cache on the GPU, by one of these; by neither it has 40 slots for each layer."""
 
-    slots_per_layer: int = 40
+    slots_per_layer: int | None = None
+    gib: float | None = None  # GiB of expert slots of all layers, staging not included
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Output:
     dir: str = MISSING  # outputs/DATE/TIME, for a multirun multirun/DATE/TIME
     overwrite: bool = False  # replace a finished run of another configuration
     per_layer: bool = False  # result.parquet with one row for each layer execution
+    decisions: bool | None = None  # decisions.parquet; null writes it for a single run, not for cells of a multirun
 
 
 @dataclass

@@ -14,11 +14,11 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from experiments import trace
+from experiments.collect import table_of, write_table
 from experiments.command import guarded
 from experiments.figures import plot_tpot, plot_utilization
 from experiments.identity import UNSIZED
 from experiments.run import simulate
-from experiments.collect import table_of, write_table
 from experiments.table import WIDTH, format_table
 from experiments.terminal import mend_streams
 from tracer import doctor

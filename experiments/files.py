@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from glob import escape
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +17,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from experiments.arguments import Arguments
 from experiments.errors import ConfigError
 from experiments.identity import differences
 from policies.log import LAYER_COLUMNS, LAYER_LISTS, LogChunk
@@ -22,7 +25,13 @@ from tracer.exchange import partial_beside, put_back, take_place
 from tracer.records import read_object
 from tracer.schema import TraceError
 
+try:
+    import fcntl
+except ImportError:  # no such locks on Windows: what a killed process left stays there
+    fcntl = None
+
 SUMMARY, MANIFEST, RESULT, DECISIONS = FILES = "summary.json", "manifest.json", "result.parquet", "decisions.parquet"
+ALWAYS = SUMMARY, MANIFEST, RESULT  # decisions.parquet only where it was asked for
 CELL = "cell.json"  # of a multirun: which grid ran it last, and its error
 
 
@@ -35,43 +44,48 @@ class Run(NamedTuple):
 
 def read_run(directory: Path) -> Run | None:
     """The run that a directory holds; None where it holds none, or not the whole of one."""
-    if not all((directory / name).is_file() for name in FILES):
+    if not all((directory / name).is_file() for name in ALWAYS):
         return None
     try:
-        return Run(read_object(directory / SUMMARY), read_object(directory / MANIFEST))
+        run = Run(read_object(directory / SUMMARY), read_object(directory / MANIFEST))
     except (FileNotFoundError, TraceError):  # replaced this moment, or damaged
         return None
+    output = run.manifest.get("config", {}).get("output", {})
+    return run if (directory / DECISIONS).is_file() or not output.get("decisions", True) else None
 
 
 class RunFiles:
     """Writes to a hidden directory beside the run's, which takes its name and place when complete.
 
-    Within `with`, an error removes what was written, and directories that were made for it. A directory of None writes
-    nothing.
+    Within `with`, an error removes what was written, and directories that were made for it; what a process that was
+    killed left of the same run goes when it is made again. A directory of None writes nothing.
 
     Args:
         directory: absent, empty, or holding nothing but a run.
+        given: what is to be written, and whether a finished run of any configuration is replaced.
         config: what was asked for; a finished run that was asked for the same is replaced.
-        overwrite: replace a finished run of any configuration.
 
     Raises:
         ConfigError: the directory cannot be replaced, or not without being told so.
     """
 
-    def __init__(self, directory: str | Path | None, config: Mapping[str, Any], overwrite: bool = False) -> None:
+    def __init__(self, directory: str | Path | None, given: Arguments, config: Mapping[str, Any]) -> None:
         self._directory = None if directory is None else Path(directory)
-        self._config, self._overwrite = config, overwrite
+        self._given, self._config = given, config
         self._writer: pq.ParquetWriter | None = None
         self._made: list[Path] = []  # directories that were not there before, innermost first
+        self._is_alive = ExitStack()  # holds what tells others that the hidden directory is in use
 
     def __enter__(self) -> RunFiles:
         if self._directory is not None:
             self._final = self._directory.resolve()  # of a link, what it points to is replaced
             put_back(self._final)
             self._check_target(self._directory)
+            remove_abandoned(self._final)
             self._partial = partial_beside(self._final)
             self._made = [path for path in self._final.parents if not path.exists()]
             self._partial.mkdir(parents=True)
+            self._is_alive.enter_context(in_use(self._partial))
         return self
 
     def __exit__(
@@ -79,6 +93,7 @@ class RunFiles:
     ) -> None:
         if self._directory is None:
             return
+        self._is_alive.close()
         if self._writer is not None:
             with suppress(OSError, pa.ArrowException):  # the error that led here is the one to report
                 self._writer.close()
@@ -90,8 +105,8 @@ class RunFiles:
             raise OSError(error.errno, error.strerror or str(error), str(self._directory)) from error
 
     def add(self, chunk: LogChunk) -> None:
-        """Append the layer executions of a chunk to decisions.parquet."""
-        if self._directory is None:
+        """Append the layer executions of a chunk to decisions.parquet, where somebody wants them."""
+        if self._directory is None or not (self._given.decisions or self._given.per_layer):
             return
         arrays: dict[str, pa.Array] = {name: pa.array(chunk.layers.scalars[name]) for name in LAYER_COLUMNS}
         for name in LAYER_LISTS:
@@ -102,19 +117,19 @@ class RunFiles:
             self._writer = pq.ParquetWriter(self._partial / DECISIONS, batch.schema, compression="zstd")
         self._writer.write_batch(batch)
 
-    def finish(
-        self, summary: Mapping[str, Any], manifest: Mapping[str, Any], forwards: pl.DataFrame, per_layer: bool
-    ) -> None:
+    def finish(self, summary: Mapping[str, Any], manifest: Mapping[str, Any], forwards: pl.DataFrame) -> None:
         """Write the other files and give the directory its name."""
         if self._directory is None:
             return
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if per_layer:
+        if not self._given.per_layer:
+            write_parquet(forwards, self._partial / RESULT)
+        elif self._given.decisions:
             shutil.copyfile(self._partial / DECISIONS, self._partial / RESULT)
         else:
-            write_parquet(forwards, self._partial / RESULT)
+            (self._partial / DECISIONS).rename(self._partial / RESULT)
         for name, values in ((MANIFEST, manifest), (SUMMARY, summary)):
             (self._partial / name).write_text(json.dumps(values, indent=2) + "\n")
         shown = self._directory
@@ -131,9 +146,38 @@ class RunFiles:
         foreign = sorted(path.name for path in self._final.iterdir() if path.name not in (*FILES, CELL))
         if foreign:
             raise ConfigError(f"{shown}: holds {foreign[0]}, which is not of a run; must be a directory of its own")
-        found = None if self._overwrite else read_run(self._final)
+        found = None if self._given.overwrite else read_run(self._final)
         if found is not None and (keys := differences(found.manifest.get("config", {}), self._config)):
             raise ConfigError(f"{shown}: holds a run with another {', '.join(keys)}; output.overwrite=true replaces it")
+
+
+@contextmanager
+def in_use(directory: Path) -> Iterator[None]:
+    """Within it, `remove_abandoned` leaves a hidden directory alone; a process that is killed lets go of it."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # of file systems without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove hidden directories that were to take the place of `path`, of processes that are no more."""
+    if fcntl is None:
+        return
+    for left in path.parent.glob(f".{escape(path.name)}.partial-*"):
+        with suppress(OSError):  # in use, or gone
+            descriptor = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def write_parquet(table: pl.DataFrame, path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments import decision_log
+from experiments.arguments import DEFAULT_SLOTS
 from experiments.errors import ConfigError
 from experiments.policy import contents_of, heeded
 from policies.jit import source_hash
@@ -31,6 +32,9 @@ def asked(config: Mapping[str, Any]) -> dict[str, Any]:
     values["output"] = {key: value for key, value in values.get("output", {}).items() if key not in _PLACE}
     if "policy" in values:
         values["policy"] = heeded(values["policy"])
+    if "cache" in values:
+        sizes = {key: value for key, value in values["cache"].items() if value is not None}
+        values["cache"] = sizes or {"slots_per_layer": DEFAULT_SLOTS}
     if values.get("policy", {}).get("name") in UNSIZED:
         values.pop("cache", None)
     try:

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
@@ -14,33 +13,24 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from experiments.identity import asked, identity, sources
+from experiments.identity import sources
 from experiments.policy import file_hash
 from experiments.profiles import profile_hash
+from experiments.setting import Setting
 from policies.contract import Policy
-from policies.profile import HardwareProfile
-from tracer.files import metadata_hash
-from tracer.store import TraceReader
 
 LIBRARIES = ("oledsim", "numpy", "numba", "polars", "pyarrow", "simpy", "hydra-core")
 
 
-def manifest(
-    reader: TraceReader,
-    profile: HardwareProfile,
-    policy: Policy,
-    config: Mapping[str, Any],
-    overrides: Sequence[str],
-    seed: int,
-    calibration: str,
-) -> dict[str, Any]:
+def manifest(setting: Setting, policy: Policy) -> dict[str, Any]:
     """The record that stands beside every result, as plain data."""
+    config, reader = setting.config(policy.variant), setting.reader
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "identity": identity(config, metadata_hash(reader.metadata), profile_hash(profile), calibration),
-        "config": asked(config),
-        "overrides": list(overrides),
-        "seed": seed,
+        "identity": setting.identity(config),
+        "config": config,
+        "overrides": list(setting.given.overrides),
+        "seed": setting.given.seed,
         "policy": {
             "name": policy.name,
             "variant": policy.variant,
@@ -50,13 +40,13 @@ def manifest(
             if policy.file
             else None,
         },
-        "calibration": calibration,
+        "calibration": setting.calibration,
         "trace": {
             "name": reader.path.stem,
             "source": reader.metadata.source,
             "content_hash": reader.metadata.content_hash,
         },
-        "profile": {**json.loads(json.dumps(asdict(profile))), "hash": profile_hash(profile)},
+        "profile": {**json.loads(json.dumps(asdict(setting.profile))), "hash": profile_hash(setting.profile)},
         "sources": sources(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
         "source_tree": _source_tree(),
@@ -64,6 +54,7 @@ def manifest(
     }
 
 
+@cache
 def _version(distribution: str) -> str | None:
     try:
         return version(distribution)

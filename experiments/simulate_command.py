@@ -42,6 +42,8 @@ def run(config: DictConfig) -> None:
     reader = TraceReader(find_trace(config.trace))
     profile = schema.hardware_of(config.hardware, overrides)
     record: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
+    if config.output.decisions is None:
+        record["output"]["decisions"] = not is_cell
     _, calibration = context_of(reader, config.warmup_requests, config.calibration)
     contents = metadata_hash(reader.metadata), profile_hash(profile), calibration
     if is_cell and collect.is_done(directory, identity(record, *contents)):
@@ -51,6 +53,7 @@ def run(config: DictConfig) -> None:
         policy,
         config.cache.slots_per_layer,
         profile,
+        cache_gib=config.cache.gib,
         knobs=knobs,
         shape=schema.shape_of(config.shape),
         expert_dtype=config.expert_dtype,
@@ -61,6 +64,7 @@ def run(config: DictConfig) -> None:
         output=directory,
         overwrite=config.output.overwrite,
         per_layer=config.output.per_layer,
+        decisions=record["output"]["decisions"],
         config=record,
         overrides=overrides,
         progress=True,

@@ -11,9 +11,9 @@ from strategies import metadata_for, random_passes
 
 from experiments import calibration as choice
 from experiments.calibration import calibrated, context_of, recorded
+from experiments.collect import table_of
 from experiments.run import simulate
 from experiments.simulate_command import main
-from experiments.collect import table_of
 from experiments.table import format_table
 from policies.contract import PolicyError
 from tracer.calibration import Calibrator

@@ -6,7 +6,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from experiments.run import COLUMNS, simulate
+from experiments.run import simulate
+from experiments.summary import COLUMNS
 from policies.log import LAYER_COLUMNS, LAYER_LISTS
 from policies.registry import POLICIES
 

@@ -19,9 +19,10 @@ from strategies import metadata_for, random_passes
 
 from experiments import run
 from experiments.errors import ConfigError
+from experiments.files import in_use, read_run
 from experiments.profiles import load_profile, profile_hash
-from experiments.run import COLUMNS
 from experiments.simulate_command import main
+from experiments.summary import COLUMNS
 from policies.profile import ProfileError
 from policies.registry import POLICIES
 from tracer.store import TraceWriter
@@ -65,7 +66,7 @@ def test_a_run_writes_four_files_and_prints_a_table(trace):
     assert summary["slots_per_layer"] == 6
     assert summary["source"] == "synthetic:tests"
     assert manifest["config"]["cache"] == {"slots_per_layer": 6}
-    assert manifest["config"]["output"] == {"per_layer": False}
+    assert manifest["config"]["output"] == {"per_layer": False, "decisions": True}
     assert manifest["overrides"][-1] == "policy=lru"
     caption, table, written = out.split("\n\n")
     assert written == "Written: out\n"
@@ -146,6 +147,53 @@ def test_one_row_for_each_layer_on_request(trace):
     forwards = pl.read_parquet("out/result.parquet")
     simulate(trace, "policy=lru", "output.per_layer=true")
     assert pl.read_parquet("out/result.parquet").height == 3 * forwards.height
+
+
+def test_without_the_log_of_decisions(trace):
+    with_log, _, _ = simulate(trace, "policy=lru", "output.per_layer=true")
+    layers = pl.read_parquet("out/result.parquet")
+    without, manifest, _ = simulate(trace, "policy=lru", "output.decisions=false", "output.per_layer=true")
+    assert without == with_log
+    assert manifest["config"]["output"] == {"per_layer": True, "decisions": False}
+    assert {path.name for path in Path("out").iterdir()} == FILES - {"decisions.parquet"}
+    assert pl.read_parquet("out/result.parquet").equals(layers)
+    assert read_run(Path("out")) is not None
+    simulate(trace, "policy=lru", "output.decisions=false")
+    assert pl.read_parquet("out/result.parquet").height == layers.height / 3
+
+
+def test_a_cache_of_so_many_gib(trace):
+    expert_bytes = 6 * 2**20  # of llada2.0-mini, three layers in this trace
+    for gib, dtype, slots in ((0.2, "bfloat16", 11), (0.2, "int4", None), (0.05, "int4", 11), (0.1758, "fp8", None)):
+        keys = f"trace={trace}", "policy=lru", "shape=llada2.0-mini", f"expert_dtype={dtype}", f"cache.gib={gib}"
+        code, _, err = command(main, *keys, "output.dir=out", "output.overwrite=true")
+        if slots is None:
+            assert (code, "must be " in err, "1 to 16 experts" in err) == (2, True, True)
+            continue
+        assert code == 0, err
+        summary, manifest = (json.loads((Path("out") / name).read_text()) for name in ("summary.json", "manifest.json"))
+        assert summary["slots_per_layer"] == slots
+        assert manifest["config"]["cache"] == {"gib": gib}
+        cache_bytes = summary["gpu_expert_bytes"] - 8 * summary["expert_bytes"]  # without staging
+        assert gib * 2**30 - 3 * summary["expert_bytes"] < cache_bytes <= gib * 2**30
+    assert expert_bytes == run.simulate(trace, "lru", 6, shape="llada2.0-mini").summary["expert_bytes"]
+    assert run.simulate(trace, "full", cache_gib=1e-9).summary["slots_per_layer"] == 16  # heeds no size
+
+
+def test_one_size_of_the_cache(trace):
+    assert "give one of them" in refused(f"trace={trace}", "cache.gib=1", "cache.slots_per_layer=4")
+
+
+def test_what_a_killed_run_left_goes_when_it_is_made_again(trace):
+    for name in (".out.partial-01234567", ".out.partial-89abcdef", ".other.partial-01234567"):
+        Path(name).mkdir()
+        (Path(name) / "result.parquet").touch()
+    with in_use(Path(".out.partial-89abcdef")):
+        run.simulate(trace, "lru", 6, output="out")
+    names = sorted(path.name for path in Path().iterdir())
+    assert names == [".other.partial-01234567", ".out.partial-89abcdef", "out"]
+    run.simulate(trace, "lru", 6, output="out")
+    assert sorted(path.name for path in Path().iterdir()) == [".other.partial-01234567", "out"]
 
 
 def test_more_staging_than_the_default(trace):

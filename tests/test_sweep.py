@@ -11,10 +11,11 @@ from commands import ROW, command
 from strategies import metadata_for, random_passes
 
 import experiments.simulate_command
-from experiments.files import FILES
-from experiments.run import COLUMNS, simulate
-from experiments.simulate_command import main
 from experiments.collect import table_of
+from experiments.files import ALWAYS
+from experiments.run import simulate
+from experiments.simulate_command import main
+from experiments.summary import COLUMNS
 from experiments.table import format_table
 from tracer.store import TraceWriter
 
@@ -61,7 +62,7 @@ def test_a_grid_is_one_table(runs):
     printed = [line.split()[:2] for line in finished.out.splitlines()[-6:-2]]
     assert printed == [[policy, str(slots)] for policy, slots in expected]
     for cell in Path("grid").glob("*-*"):
-        assert {path.name for path in cell.iterdir()} == {*FILES, "cell.json"}
+        assert {path.name for path in cell.iterdir()} == {*ALWAYS, "cell.json"}
 
 
 def test_order_of_the_grid_does_not_matter():
@@ -78,7 +79,7 @@ def test_a_sweep_that_was_killed_goes_on(runs):
     whole = table()
     done = sorted(Path("grid").glob("lru-*"))
     shutil.rmtree(done[0])
-    (done[1] / "decisions.parquet").unlink()
+    (done[1] / "result.parquet").unlink()
     shutil.copytree(done[2], f"grid/.{done[2].name}.partial-0123abcd")
     runs.clear()
     sweep(*grid)

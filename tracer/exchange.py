@@ -64,7 +64,8 @@ def _exchange(partial: Path, path: Path) -> None:
         if replaced.exists():
             if path.exists():
                 gone = replaced.rename(partial_beside(path))  # half removed, it must not be put back
-                shutil.rmtree(gone)
+                with suppress(FileNotFoundError):  # somebody else found it, and removes it too
+                    shutil.rmtree(gone)
             else:
                 replaced.rename(path)
 
