@@ -1,17 +1,25 @@
 """Numbers from the table of forwards: one function for each metric, the same for simulated and replayed runs.
 
 Every function takes the table that `experiments.results.ForwardTable` makes, looks only at forwards that are not
-warm-up (TTFT: at requests that are not), and returns None where nothing was counted (0/0). Cache metrics look at decode forwards only: denoise, idle,
-commit and edit. Ratios are sum over sum, not means of ratios, except where the docstring says so.
+warm-up (TTFT: at requests that are not), and returns None where nothing was counted (0/0). Cache metrics look at decode
+forwards only: denoise, idle, commit and edit. Ratios are sum over sum, not means of ratios, except where the docstring
+says so. What needs no more than sums also takes these alone, as `sums` makes them of a table, so that many metrics
+read it once; where each sum is an array, the metric is one, with NaN for 0/0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import polars as pl
+from polars import selectors
 
 from policies.log import PREFETCH_COUNTS
+
+Sums = Mapping[str, Any]  # by column: a number, or an array of many sums of the same column
+Counted = pl.DataFrame | Sums  # a table of forwards, or sums over its counted decode forwards
 
 
 def counted(forwards: pl.DataFrame) -> pl.DataFrame:
@@ -30,15 +38,23 @@ def decode(forwards: pl.DataFrame) -> pl.DataFrame:
     return counted(forwards).filter(pl.col("kind") != "prefill")
 
 
-def _ratio(numerator: float, denominator: float) -> float | None:
+def sums(forwards: pl.DataFrame) -> dict[str, float]:
+    """Sums over counted decode forwards of every column of numbers, and how many forwards there are."""
+    numbers = decode(forwards).select(selectors.numeric().sum(), pl.len().alias("num_decode_forwards"))
+    return numbers.row(0, named=True)
+
+
+def _ratio(numerator: Any, denominator: Any) -> Any:
+    if isinstance(denominator, np.ndarray):
+        return np.divide(numerator, denominator, out=np.full(denominator.shape, np.nan), where=denominator != 0)
     return numerator / denominator if denominator else None
 
 
-def _sum(forwards: pl.DataFrame, column: str) -> float:
-    return float(decode(forwards)[column].sum())
+def _sum(forwards: Counted, column: str) -> Any:
+    return (sums(forwards) if isinstance(forwards, pl.DataFrame) else forwards)[column]
 
 
-def tpot_ms(forwards: pl.DataFrame) -> float | None:
+def tpot_ms(forwards: Counted) -> float | None:
     """Time per output token: decode time over accepted masked positions."""
     return _ratio(_sum(forwards, "time_ns") / 1e6, _sum(forwards, "num_accepted"))
 
@@ -61,12 +77,12 @@ def forward_ms(forwards: pl.DataFrame, quantile: float) -> float | None:
     return None if value is None else value / 1e6
 
 
-def tokens_per_forward(forwards: pl.DataFrame) -> float | None:
+def tokens_per_forward(forwards: Counted) -> float | None:
     """Accepted masked positions over decode forwards."""
-    return _ratio(_sum(forwards, "num_accepted"), decode(forwards).height)
+    return _ratio(_sum(forwards, "num_accepted"), num_decode_forwards(forwards))
 
 
-def utilization(forwards: pl.DataFrame) -> float | None:
+def utilization(forwards: Counted) -> float | None:
     """Expert cache utilization: share of a layer's slots that hold activated experts at the gate.
 
     Unweighted mean over executions of layers that have slots; None for global pools, which have no slots of a layer.
@@ -77,22 +93,22 @@ def utilization(forwards: pl.DataFrame) -> float | None:
     return _ratio(_sum(forwards, "utilization_sum"), _sum(forwards, "utilization_layers"))
 
 
-def utilization_slot_weighted(forwards: pl.DataFrame) -> float | None:
+def utilization_slot_weighted(forwards: Counted) -> float | None:
     """Hits over slots, sum over sum; of a global pool each layer execution is given its even share of the slots."""
     return _ratio(_sum(forwards, "num_hits"), _sum(forwards, "num_slots"))
 
 
-def hit_ratio(forwards: pl.DataFrame) -> float | None:
+def hit_ratio(forwards: Counted) -> float | None:
     """Activated experts that are resident at the gate, over activated experts."""
     return _ratio(_sum(forwards, "num_hits"), _sum(forwards, "num_activated"))
 
 
-def token_hit_ratio(forwards: pl.DataFrame) -> float | None:
+def token_hit_ratio(forwards: Counted) -> float | None:
     """Routed tokens whose expert is resident at the gate, over routed tokens."""
     return _ratio(_sum(forwards, "hit_tokens"), _sum(forwards, "routed_tokens"))
 
 
-def effective_transfer_ratio(forwards: pl.DataFrame) -> float | None:
+def effective_transfer_ratio(forwards: Counted) -> float | None:
     """Transferred experts that are retained and activated in their layer's next execution, over transferred experts.
 
     Source:
@@ -101,47 +117,47 @@ def effective_transfer_ratio(forwards: pl.DataFrame) -> float | None:
     return _ratio(_sum(forwards, "transfers_effective"), _sum(forwards, "transfers_judged"))
 
 
-def h2d_bytes(forwards: pl.DataFrame, expert_bytes: int) -> int:
+def h2d_bytes(forwards: Counted, expert_bytes: int) -> int:
     """Bytes copied to the GPU during decode forwards; a promoted prefetch is copied once."""
-    return int(_sum(forwards, "num_copies")) * expert_bytes
+    return _sum(forwards, "num_copies") * expert_bytes
 
 
-def exposed_stall_ms(forwards: pl.DataFrame) -> float:
+def exposed_stall_ms(forwards: Counted) -> float:
     """Time of layers beyond non-expert part, gate synchronisation, decision and kernel over the hits; a sum."""
     return _sum(forwards, "exposed_stall_ns") / 1e6
 
 
-def misses_copied_ratio(forwards: pl.DataFrame) -> float | None:
+def misses_copied_ratio(forwards: Counted) -> float | None:
     """Missed experts that are copied to the GPU, over missed experts."""
     return _ratio(_sum(forwards, "num_transfers"), _sum(forwards, "num_transfers") + _sum(forwards, "num_on_cpu"))
 
 
-def misses_on_cpu_ratio(forwards: pl.DataFrame) -> float | None:
+def misses_on_cpu_ratio(forwards: Counted) -> float | None:
     """Missed experts that run on the CPU, over missed experts."""
     return _ratio(_sum(forwards, "num_on_cpu"), _sum(forwards, "num_transfers") + _sum(forwards, "num_on_cpu"))
 
 
-def num_prefetches(forwards: pl.DataFrame, fate: str) -> int:
+def num_prefetches(forwards: Counted, fate: str) -> int:
     """Prefetches of this fate, one of PREFETCH_COUNTS, each in the forward in which it came to that."""
-    return int(_sum(forwards, fate))
+    return _sum(forwards, fate)
 
 
-def policy_ms(forwards: pl.DataFrame) -> float:
+def policy_ms(forwards: Counted) -> float:
     """Charged decision time; a sum."""
     return _sum(forwards, "policy_ns") / 1e6
 
 
-def link_busy_ratio(forwards: pl.DataFrame) -> float | None:
+def link_busy_ratio(forwards: Counted) -> float | None:
     """Share of decode time in which a copy is under way, each copy counted where it lands."""
     return _ratio(_sum(forwards, "link_busy_ns"), _sum(forwards, "time_ns"))
 
 
-def cpu_busy_ratio(forwards: pl.DataFrame) -> float | None:
+def cpu_busy_ratio(forwards: Counted) -> float | None:
     """Share of decode time in which CPU experts run or their results return."""
     return _ratio(_sum(forwards, "cpu_busy_ns"), _sum(forwards, "time_ns"))
 
 
-def exposed_stall_ms_per_token(forwards: pl.DataFrame) -> float | None:
+def exposed_stall_ms_per_token(forwards: Counted) -> float | None:
     """The part of the time per output token that is exposed stall."""
     return _ratio(exposed_stall_ms(forwards), num_accepted(forwards))
 
@@ -151,19 +167,18 @@ def num_requests(forwards: pl.DataFrame) -> int:
     return counted_requests(forwards)["requests"].n_unique()
 
 
-def num_decode_forwards(forwards: pl.DataFrame) -> int:
+def num_decode_forwards(forwards: Counted) -> int:
     """Decode forwards counted."""
-    return decode(forwards).height
+    return _sum(forwards, "num_decode_forwards")
 
 
-def num_accepted(forwards: pl.DataFrame) -> int:
+def num_accepted(forwards: Counted) -> int:
     """Masked positions accepted."""
-    return int(_sum(forwards, "num_accepted"))
+    return _sum(forwards, "num_accepted")
 
 
 METRICS = (
     tpot_ms,
-    ttft_ms,
     utilization,
     utilization_slot_weighted,
     hit_ratio,
@@ -174,20 +189,22 @@ METRICS = (
     exposed_stall_ms,
     exposed_stall_ms_per_token,
     tokens_per_forward,
-    num_requests,
     num_decode_forwards,
     num_accepted,
     policy_ms,
     link_busy_ratio,
     cpu_busy_ratio,
-)
+)  # of sums alone
 
 
 def measure(forwards: pl.DataFrame, expert_bytes: int) -> dict[str, Any]:
     """Every metric of a run, by name."""
+    of_run = sums(forwards)
     return {
-        **{metric.__name__: metric(forwards) for metric in METRICS},
-        "h2d_bytes": h2d_bytes(forwards, expert_bytes),
-        **{fate: num_prefetches(forwards, fate) for fate in PREFETCH_COUNTS},
+        **{metric.__name__: metric(of_run) for metric in METRICS},
+        "ttft_ms": ttft_ms(forwards),
+        "num_requests": num_requests(forwards),
+        "h2d_bytes": h2d_bytes(of_run, expert_bytes),
+        **{fate: num_prefetches(of_run, fate) for fate in PREFETCH_COUNTS},
         **{f"forward_ms_p{percent}": forward_ms(forwards, percent / 100) for percent in (50, 90, 99)},
     }

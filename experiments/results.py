@@ -6,10 +6,14 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from policies.log import PREFETCH_COUNTS, DecisionHash, LogChunk, Ragged, Table
+from policies.log_loops import follow_transfers
 from tracer.schema import ForwardKind
+
+_KINDS = np.array([kind.name.lower() for kind in ForwardKind], dtype=object)
 
 
 class ForwardTable:
@@ -27,12 +31,13 @@ class ForwardTable:
     def __init__(
         self, num_layers: int, num_experts: int, warmup_requests: int, policy_ns: int, is_global: bool
     ) -> None:
-        self._num_layers, self._num_experts = num_layers, num_experts
-        self._warmup_requests, self._policy_ns, self._is_global = warmup_requests, policy_ns, is_global
-        self._seen: dict[int, None] = {}  # requests in order of appearance
-        self._frames: list[pl.DataFrame] = []
-        nothing = np.zeros((num_layers, num_experts), bool)
-        self._last = nothing, nothing  # transfers that were kept, and all, of each layer's last execution
+        self._num_layers, self._warmup_requests = num_layers, warmup_requests
+        self._policy_ns, self._is_global = policy_ns, is_global
+        self._warmup: set[int] = set()  # the first requests
+        self._columns: list[dict[str, Any]] = []  # of each chunk, arrays and lists of lists
+        # of each layer's last execution
+        self._fate = np.zeros((num_layers, num_experts), np.int8)
+        self._num_transfers = np.zeros(num_layers, np.int64)
         self._capacity = np.empty((0, num_layers), np.int64)  # of each layer in the last forward, once there is one
         self._hash = DecisionHash()
 
@@ -45,25 +50,28 @@ class ForwardTable:
         request_warmup = self._request_warmup(requests)
         warmup = np.logical_or.reduceat(request_warmup, requests.offsets[:-1])
         self._hash.update(layers, np.repeat(~warmup, self._num_layers))
-        columns: dict[str, Any] = {
-            name: forwards.scalars[name] for name in ("forward", "pass_id", "start_ns", "end_ns")
-        }
-        columns["kind"] = [ForwardKind(kind).name.lower() for kind in forwards.scalars["kind"]]
-        columns["time_ns"] = forwards.scalars["end_ns"] - forwards.scalars["start_ns"]
-        columns["warmup"] = warmup
-        frame = pl.DataFrame(columns | self._sums(layers))
-        lists = [_list_series(name, column) for name, column in forwards.lists.items()]
-        lists.append(_list_series("request_warmup", Ragged(requests.offsets, request_warmup), pl.Boolean))
-        accepted = pl.Series("num_accepted", _row_sums(forwards.lists["accepted"]))
-        self._frames.append(frame.with_columns(accepted, *lists))
+        scalars = forwards.scalars
+        self._columns.append(
+            {
+                **{name: scalars[name] for name in ("forward", "pass_id", "start_ns", "end_ns")},
+                "kind": _KINDS[scalars["kind"]],
+                "time_ns": scalars["end_ns"] - scalars["start_ns"],
+                "warmup": warmup,
+                **self._sums(layers),
+                "num_accepted": _row_sums(forwards.lists["accepted"]),
+                **forwards.lists,
+                "request_warmup": Ragged(requests.offsets, request_warmup),
+            }
+        )
 
     def frame(self) -> pl.DataFrame:
         """The table so far: one row for each forward pass, counts summed over its layers."""
-        if not self._frames:
+        if not self._columns:
             return pl.DataFrame()
+        frame = pl.DataFrame([_series(name, [columns[name] for columns in self._columns]) for name in self._columns[0]])
         # what became of a forward's transfers is known one forward later; the run's last one is not judged
         judged = [pl.col(name).shift(-1, fill_value=0) for name in ("transfers_judged", "transfers_effective")]
-        return pl.concat(self._frames).with_columns(judged)
+        return frame.with_columns(judged)
 
     @property
     def decision_hash(self) -> str:
@@ -71,12 +79,14 @@ class ForwardTable:
         return self._hash.hexdigest()
 
     def _request_warmup(self, requests: Ragged) -> NDArray[np.bool_]:
+        """Which of the values are among the first requests of the run."""
         for request in requests.values.tolist():
-            self._seen.setdefault(request)
-        first = list(self._seen)[: self._warmup_requests]
-        return np.isin(requests.values, first)
+            if len(self._warmup) == self._warmup_requests:
+                break
+            self._warmup.add(request)
+        return np.isin(requests.values, list(self._warmup))
 
-    def _sums(self, layers: Table) -> dict[str, NDArray[np.int64] | NDArray[np.float64]]:
+    def _sums(self, layers: Table) -> dict[str, NDArray[Any]]:
         """Per-forward sums; each forward has one row for each layer, in order."""
         scalars, lists = layers.scalars, layers.lists
         num_hits, num_transfers, num_on_cpu = (lists[name].lengths() for name in ("hits", "transfers", "on_cpu"))
@@ -84,28 +94,29 @@ class ForwardTable:
         slots = scalars["capacity"] / self._num_layers if self._is_global else scalars["capacity"].astype(float)
         judged = (slots > 0) & (not self._is_global)
         promoted = scalars["num_promoted"]
-        effective, transferred, admitted = self._effective(layers)
+        judged_transfers, effective, admitted = self._followed(layers)
         columns = {
-            "num_activated": scalars["num_activated"].astype(np.int64),
+            "num_activated": scalars["num_activated"],
             "num_hits": num_hits,
-            "routed_tokens": routed.astype(np.int64),
-            "hit_tokens": scalars["hit_tokens"].astype(np.int64),
+            "routed_tokens": routed,
+            "hit_tokens": scalars["hit_tokens"],
             "num_slots": slots,
             "utilization_sum": np.divide(num_hits, slots, out=np.zeros(len(slots)), where=judged),
-            "utilization_layers": judged.astype(np.int64),
+            "utilization_layers": judged,
             "num_transfers": num_transfers,
             "num_admitted": admitted,
-            "num_promoted": promoted.astype(np.int64),
+            "num_promoted": promoted,
             "num_on_cpu": num_on_cpu,
             "num_copies": num_transfers - promoted + scalars["prefetch_started"],
-            "transfers_judged": transferred,
+            "transfers_judged": judged_transfers,
             "transfers_effective": effective,
             "link_busy_ns": scalars["link_busy_ns"],
             "cpu_busy_ns": scalars["cpu_end_ns"] - scalars["plan_ns"],
             "exposed_stall_ns": scalars["end_ns"] - scalars["hits_end_ns"],
             "policy_ns": np.full(len(slots), self._policy_ns),
-            **{name: scalars[name].astype(np.int64) for name in PREFETCH_COUNTS},
+            **{name: scalars[name] for name in PREFETCH_COUNTS},
         }
+        # numpy sums whole numbers as int64
         sums = {name: values.reshape(-1, self._num_layers).sum(axis=1) for name, values in columns.items()}
         return sums | {"slots_moved": self._moved(scalars["capacity"].reshape(-1, self._num_layers))}
 
@@ -115,30 +126,18 @@ class ForwardTable:
         self._capacity = capacity[-1:].astype(np.int64)
         return np.abs(capacity - before).sum(axis=1) // 2
 
-    def _effective(self, layers: Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """How many of the layer's last transfers were kept and are activated, of how many; and of the row's, kept."""
-        shape = (len(layers), self._num_experts)
-        activated, transferred, retained = (np.zeros(shape, bool) for _ in range(3))
-        for name in ("hits", "transfers", "on_cpu"):
-            activated[_rows(layers.lists[name]), layers.lists[name].values] = True
-        column = layers.lists["transfers"]
-        transferred[_rows(column), column.values] = True
-        column = layers.lists["retained"]
-        rows, experts = _rows(column), column.values
-        if self._is_global:  # of the whole pool, keep what belongs to the row's layer
-            own = experts // self._num_experts == layers.scalars["layer"][rows]
-            rows, experts = rows[own], experts[own] % self._num_experts
-        retained[rows, experts] = True
-        kept = retained & transferred
-        previous_kept = np.concatenate([self._last[0], kept[: -self._num_layers]])
-        previous_transferred = np.concatenate([self._last[1], transferred[: -self._num_layers]])
-        self._last = (kept[-self._num_layers :], transferred[-self._num_layers :])
-        return (previous_kept & activated).sum(axis=1), previous_transferred.sum(axis=1), kept.sum(axis=1)
-
-
-def _rows(column: Ragged) -> NDArray[np.int64]:
-    """Row number of each value of a list column."""
-    return np.repeat(np.arange(len(column)), column.lengths())
+    def _followed(self, layers: Table) -> NDArray[np.int64]:
+        """Of each row, [3, rows]: the layer's last transfers, those kept and activated now; and its own that are kept."""
+        lists = {name: (column.offsets, column.values) for name, column in layers.lists.items()}
+        return follow_transfers(
+            layers.scalars["layer"],
+            lists["transfers"],
+            lists["retained"],
+            (lists["hits"], lists["transfers"], lists["on_cpu"]),
+            self._is_global,
+            self._fate,
+            self._num_transfers,
+        )
 
 
 def _row_sums(column: Ragged) -> NDArray[np.int64]:
@@ -146,5 +145,10 @@ def _row_sums(column: Ragged) -> NDArray[np.int64]:
     return sums[column.offsets[1:]] - sums[column.offsets[:-1]]
 
 
-def _list_series(name: str, column: Ragged, inner: type[pl.DataType] = pl.Int32) -> pl.Series:
-    return pl.Series(name, [column[row].tolist() for row in range(len(column))], dtype=pl.List(inner))
+def _series(name: str, parts: list[Any]) -> pl.Series:
+    """One column of the table from its parts in order, which are all arrays or all lists of lists."""
+    if not isinstance(parts[0], Ragged):
+        return pl.Series(name, np.concatenate(parts))
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate([part.lengths() for part in parts]))])
+    values = pa.array(np.concatenate([part.values for part in parts]))
+    return pl.Series(name, pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values))

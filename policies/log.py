@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from policies.log_loops import decision_words
 
 # Prefetches, each counted in the execution during which the event happened
 PREFETCH_COUNTS = (
@@ -157,17 +159,17 @@ class DecisionHash:
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
-    def update(self, layers: Table, counted: Iterable[bool]) -> None:
-        """Add the rows of a chunk for which `counted` is true."""
+    def update(self, layers: Table, counted: NDArray[np.bool_]) -> None:
+        """Add the rows of a chunk for which `counted`, [rows], is true."""
         scalars, lists = layers.scalars, layers.lists
-        for row in np.flatnonzero(np.asarray(counted)).tolist():
-            pairs = np.stack([lists["prefetch_layers"][row], lists["prefetch_experts"][row]], axis=1)
-            parts = [[scalars["request"][row], scalars["forward"][row], scalars["layer"][row], len(lists["hits"][row])]]
-            for name in ("transfers", "on_cpu", "retained"):
-                ids = np.sort(lists[name][row])
-                parts += [[len(ids)], ids]
-            parts += [[len(pairs)], pairs.ravel()]
-            self._digest.update(np.concatenate(parts).astype("<i4").tobytes())
+        prefetch_layers = lists["prefetch_layers"]
+        words = decision_words(
+            np.flatnonzero(counted),
+            (scalars["request"], scalars["forward"], scalars["layer"], lists["hits"].offsets),
+            tuple((lists[name].offsets, lists[name].values) for name in ("transfers", "on_cpu", "retained")),
+            (prefetch_layers.offsets, prefetch_layers.values, lists["prefetch_experts"].values),
+        )
+        self._digest.update(words.astype("<i4", copy=False).data)
 
     def hexdigest(self) -> str:
         """The hash so far, 64 hexadecimal digits."""

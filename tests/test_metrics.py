@@ -307,3 +307,83 @@ def test_decision_hash_is_over_little_endian_int32_of_the_counted_requests():
     direct = DecisionHash()
     direct.update(chunk(rows, forwards).layers, np.array([False, True]))
     assert direct.hexdigest() == made.decision_hash
+
+
+def random_rows(rng, num_forwards, num_layers, is_global):
+    """Executions with lists of any length, transfers out of order, and retained experts of one layer or of all."""
+    rows = []
+    for forward, layer in ((f, n) for f in range(num_forwards) for n in range(num_layers)):
+        hits, transfers, on_cpu = np.split(rng.permutation(E)[: rng.integers(8, E)], [1, rng.integers(4, 8)])
+        pool = E * num_layers if is_global else E
+        retained = np.flatnonzero(rng.random(pool) < rng.choice([0.0, 0.5, 1.0]))
+        num_prefetches = rng.integers(0, 3)
+        rows.append(
+            layer_row(
+                forward,
+                layer,
+                request=forward // 2,
+                hits=np.sort(hits).tolist(),
+                transfers=transfers.tolist(),
+                on_cpu=np.sort(on_cpu).tolist(),
+                retained=retained.tolist(),
+                prefetch_layers=rng.integers(0, num_layers, num_prefetches).tolist(),
+                prefetch_experts=rng.integers(0, E, num_prefetches).tolist(),
+            )
+        )
+    return rows
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_compiled_loops_do_what_their_definitions_say(is_global):
+    num_forwards, num_layers = 9, 3
+    rows = random_rows(np.random.default_rng(is_global), num_forwards, num_layers, is_global)
+    made = ForwardTable(num_layers, E, 1, 15, is_global)
+    for first in range(0, num_forwards, 4):  # in three chunks
+        forwards = range(first, min(first + 4, num_forwards))
+        made.add(
+            chunk(
+                rows[first * num_layers : (first + 4) * num_layers],
+                [forward_row(i, requests=(i // 2,)) for i in forwards],
+            )
+        )
+
+    words = []
+    for row in rows[2 * num_layers :]:  # without the warm-up request
+        words += [row["request"], row["forward"], row["layer"], len(row["hits"])]
+        for name in ("transfers", "on_cpu", "retained"):
+            words += [len(row[name]), *sorted(row[name])]
+        words.append(len(row["prefetch_layers"]))
+        for pair in zip(row["prefetch_layers"], row["prefetch_experts"], strict=True):
+            words += pair
+    assert made.decision_hash == hashlib.sha256(struct.pack(f"<{len(words)}i", *words)).hexdigest()
+
+    def kept(row):
+        first = row["layer"] * E if is_global else 0
+        return {expert for expert in row["transfers"] if first + expert in row["retained"]}
+
+    judged, effective, admitted = (np.zeros((num_forwards, num_layers), int) for _ in range(3))
+    for row, following in zip(rows, [*rows[num_layers:], *[None] * num_layers], strict=True):
+        place = row["forward"], row["layer"]
+        admitted[place] = len(kept(row))
+        if following is not None:
+            judged[place] = len(row["transfers"])
+            effective[place] = len(kept(row) & {*following["hits"], *following["transfers"], *following["on_cpu"]})
+    frame = made.frame()
+    assert frame["transfers_judged"].to_list() == judged.sum(axis=1).tolist()
+    assert frame["transfers_effective"].to_list() == effective.sum(axis=1).tolist()
+    assert frame["num_admitted"].to_list() == admitted.sum(axis=1).tolist()
+    assert effective.sum() > 10
+
+
+def test_metrics_of_many_sums_at_once_are_those_of_each():
+    made = table(
+        [layer_row(i, hits=[1] * bool(i), transfers=[2, 3], capacity=4 * bool(i)) for i in range(3)],
+        [forward_row(i, accepted=(i,), end=1000 + i) for i in range(3)],
+    ).frame()
+    each = [metrics.sums(made[i : i + 1]) for i in range(3)]
+    many = {column: np.array([one[column] for one in each], float) for column in each[0]}
+    for metric in metrics.METRICS:
+        found = metric(many).tolist()
+        expected = [np.nan if metric(one) is None else metric(one) for one in each]
+        assert found == pytest.approx(expected, nan_ok=True), metric.__name__
+    assert metrics.utilization(many).tolist() == pytest.approx([np.nan, 0.25, 0.25], nan_ok=True)
