@@ -23,6 +23,11 @@ def generate() -> int | None:
     return _start("oled-generate", "experiments.generate")
 
 
+def curves() -> int | None:
+    """Entry point of `oled-curves`."""
+    return _start("oled-curves", "experiments.curves")
+
+
 def check_policy() -> int | None:
     """Entry point of `oled-check-policy`."""
     return _start("oled-check-policy", "experiments.check_policy")

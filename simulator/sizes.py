@@ -16,7 +16,7 @@ class Sizes(NamedTuple):
     """A cache of each size for each layer: row C - 1 is of C slots."""
 
     order: NDArray[np.uint16]  # [E, L, E] its residents, the last touched first
-    count: NDArray[np.int64]  # [E, L] of residents
+    num_resident: NDArray[np.int64]  # [E, L]
     hits: NDArray[np.int64]  # [E, L] counted
     activated: NDArray[np.int64]  # [L] counted
 
@@ -25,8 +25,8 @@ def empty_sizes(shape: ModelShape) -> Sizes:
     """Caches without residents."""
     num_layers, num_experts = shape.num_layers, shape.num_experts
     order = np.zeros((num_experts, num_layers, num_experts), np.uint16)
-    count, hits = (np.zeros((num_experts, num_layers), np.int64) for _ in range(2))
-    return Sizes(order, count, hits, np.zeros(num_layers, np.int64))
+    num_resident, hits = (np.zeros((num_experts, num_layers), np.int64) for _ in range(2))
+    return Sizes(order, num_resident, hits, np.zeros(num_layers, np.int64))
 
 
 @jit
@@ -46,7 +46,7 @@ def by_touch(sizes, hits_first, forward, counted):
         sizes.activated[layer] += counted * ids.size
         is_activated, is_resident = forward.load[layer] > 0, np.zeros(num_experts, np.bool_)
         for capacity in range(1, num_experts + 1):
-            order, num_old = sizes.order[capacity - 1, layer], sizes.count[capacity - 1, layer]
+            order, num_old = sizes.order[capacity - 1, layer], sizes.num_resident[capacity - 1, layer]
             for expert in order[:num_old]:
                 is_resident[expert] = True
             num_hits, count = 0, 0
@@ -64,5 +64,5 @@ def by_touch(sizes, hits_first, forward, counted):
                     kept[count] = expert
                     count += 1
             order[:count] = kept[:count]
-            sizes.count[capacity - 1, layer] = count
+            sizes.num_resident[capacity - 1, layer] = count
             sizes.hits[capacity - 1, layer] += counted * num_hits
