@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from policies.check import check_boundary, check_place, check_plan, check_start, place_of
 from policies.contract import End, Estimates, Plan, Policy, PolicyError, Step, View
+from policies.jit import jit
 from policies.pool import number_in_pool, part_of_pool, pool_of
 from tracer.schema import ModelShape
+
+
+class Held(NamedTuple):
+    """The arrays of Residents, for compiled loops, which change the first three in place."""
+
+    resident: NDArray[np.bool_]  # [L, E]
+    in_flight: NDArray[np.bool_]  # [L, E]
+    capacity: NDArray[np.int64]  # [L] or [1]
+    shown_resident: NDArray[np.bool_]  # the same memory, read-only, as views have it
+    shown_in_flight: NDArray[np.bool_]
+    shown_capacity: NDArray[np.int64]
+    estimates: Estimates
+    asked_at: NDArray[np.int64]  # [1] where the policy is asked: layer of a gate, L after the last layer, -1 to place
+
+
+@jit
+def free_slots_of(held, layer):
+    """Slots of a layer's pool that hold neither a resident nor a copy in flight."""
+    num_pools = held.capacity.size
+    first, last = (layer, layer + 1) if num_pools > 1 else (0, held.resident.shape[0])
+    taken = 0
+    for at in range(first, last):
+        for expert in range(held.resident.shape[1]):
+            taken += held.resident[at, expert]
+        for expert in range(held.resident.shape[1]):
+            taken += held.in_flight[at, expert]
+    return held.capacity[pool_of(held.capacity, layer)] - taken
+
+
+@jit
+def view_at(held, layer):
+    """What the policy is shown at the gate of a layer."""
+    free_slots = free_slots_of(held, layer)
+    return View(held.shown_resident, held.shown_in_flight, held.shown_capacity, free_slots, held.estimates)
 
 
 class Residents:
@@ -40,6 +75,11 @@ class Residents:
         self.resident, self.capacity = resident.copy(), capacity.copy()
         self.in_flight = np.zeros_like(self.resident)
         self._shown = _read_only(self.resident), _read_only(self.in_flight), _read_only(self.capacity)
+
+    @property
+    def held(self) -> Held:
+        """The arrays, as compiled loops take them."""
+        return Held(self.resident, self.in_flight, self.capacity, *self._shown, self._estimates, np.zeros(1, np.int64))
 
     def of_pool(self, layer: int, experts: NDArray[Any]) -> NDArray[Any]:
         """The part of an [L, E] array that is the pool of a layer: [E], or [L * E] where the pool is global."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba.extending import register_jitable
 from numpy.typing import ArrayLike, NDArray
 
 from policies.contract import End, Step, StepSignals
-from tracer.schema import MAX_AHEAD_DEPTH, ModelShape, Pass, Signals, TraceError
+from tracer.schema import MAX_AHEAD_DEPTH, SKETCH_SIZE, ModelShape, Pass, Signals, TraceError
 
 
 class ForwardSignals(NamedTuple):
@@ -39,8 +41,10 @@ class Forward(NamedTuple):
     signals: ForwardSignals | None  # only for a policy that reads them
 
 
+# the next three are called from Python and from compiled code; a call of compiled code from Python would take longer
+@register_jitable
 def signals_at(signals: ForwardSignals | None, layer: int) -> StepSignals | None:
-    """What the gate of one layer has of a pass's signals; in the numba subset."""
+    """What the gate of one layer has of a pass's signals."""
     if signals is None:
         return None
     return StepSignals(
@@ -54,8 +58,9 @@ def signals_at(signals: ForwardSignals | None, layer: int) -> StepSignals | None
     )
 
 
+@register_jitable
 def step_at(forward: Forward, layer: int) -> Step:
-    """What exists at the gate of one layer; in the numba subset."""
+    """What exists at the gate of one layer."""
     return Step(
         forward.number,
         layer,
@@ -71,9 +76,30 @@ def step_at(forward: Forward, layer: int) -> Step:
     )
 
 
+@register_jitable
 def end_of(forward: Forward) -> End:
-    """What exists after the last layer; in the numba subset."""
+    """What exists after the last layer."""
     return End(forward.number, forward.kind, forward.request, forward.block, forward.own_confidence)
+
+
+def blank_forward(shape: ModelShape, reads_signals: bool) -> Forward:
+    """A forward without tokens, whose arrays are of the types of every forward's."""
+    num_layers, num_experts = shape.num_layers, shape.num_experts
+    ids, gates = _frozen(np.empty((num_layers, 0, shape.top_k)), np.int64), np.empty((num_layers, 0, shape.top_k))
+    nothing, unknown = _frozen(np.empty(0), np.int64), _frozen(np.empty(0), np.float64)
+    signals = None
+    if reads_signals:
+        signals = ForwardSignals(
+            token_ids=nothing,
+            positions=nothing,
+            score_ids=ids,
+            scores=_frozen(gates, np.float64),
+            input_norm=_frozen(np.empty((num_layers, 0)), np.float64),
+            sketch=_frozen(np.empty((0, SKETCH_SIZE)), np.float64),
+            ahead_ids=_frozen(np.empty((num_layers, MAX_AHEAD_DEPTH, 0, 0)), np.int64),
+        )
+    load = _frozen(np.zeros((num_layers, num_experts)), np.int64)
+    return Forward(0, 0, ids, _frozen(gates, np.float64), load, unknown, unknown, nothing, nothing, nothing, signals)
 
 
 def count_load(expert_ids: NDArray[np.int64], num_experts: int) -> NDArray[np.int64]:
@@ -160,6 +186,57 @@ class Steps:
                 lagged[here] = _at_positions(positions, last[1], last[2])
             self._last[request] = block, positions.copy(), own[here]
         return lagged
+
+
+class ReadPasses:
+    """Passes of a run that were read once and are kept, to be run many times.
+
+    Args:
+        passes: of the run, in order.
+        shape: of the passes.
+        reads_signals: keep signals too, for policies that read them.
+
+    Raises:
+        TraceError: a pass is not of this shape.
+    """
+
+    def __init__(self, passes: Iterable[Pass], shape: ModelShape, reads_signals: bool = False) -> None:
+        self.shape, self.has_signals = shape, reads_signals
+        steps = Steps(shape, reads_signals)
+        self._read = [(pass_, steps.read(pass_)) for pass_ in passes]
+
+    def __iter__(self) -> Iterator[Pass]:
+        return (pass_ for pass_, _ in self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+    def forwards(self, reads_signals: bool) -> Iterator[tuple[Pass, Forward]]:
+        """Each pass with what policies see of it, which has signals only for those that read them.
+
+        Raises:
+            TraceError: there are none, but some are to be read.
+        """
+        if reads_signals and not self.has_signals:
+            raise TraceError("the passes were read without signals, which this policy reads")
+        for pass_, forward in self._read:
+            yield pass_, forward if reads_signals else forward._replace(signals=None)
+
+
+def read_all(
+    passes: Iterable[Pass] | ReadPasses, shape: ModelShape, reads_signals: bool
+) -> Iterator[tuple[Pass, Forward]]:
+    """Each pass with what policies see of it, read now unless it was read before.
+
+    Raises:
+        TraceError: a pass is not of this shape.
+    """
+    if isinstance(passes, ReadPasses):
+        yield from passes.forwards(reads_signals)
+        return
+    steps = Steps(shape, reads_signals)
+    for pass_ in passes:
+        yield pass_, steps.read(pass_)
 
 
 def _signals_of(pass_: Pass) -> ForwardSignals:

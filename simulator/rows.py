@@ -1,0 +1,273 @@
+"""Room for the layer executions that compiled loops write, and the tables that are cut from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.jit import jit
+from policies.log import FORWARD_COLUMNS, FORWARD_LISTS, LAYER_COLUMNS, LAYER_LISTS, PREFETCH_COUNTS, Ragged, Table
+from policies.pool import number_in_pool, pool_of
+from tracer.schema import ModelShape, Pass
+
+# Rows of Rows.numbers: columns of the log, and two that only decisions without a clock have
+NUMBERS = ("capacity", "num_resident", "num_activated", "hit_tokens", "num_promoted", "num_staying", "num_freed")
+CAPACITY, NUM_RESIDENT, NUM_ACTIVATED, HIT_TOKENS, NUM_PROMOTED, NUM_STAYING, NUM_FREED = range(len(NUMBERS))
+# Rows of Rows.times
+TIMES = ("start_ns", "plan_ns", "hits_end_ns", "cpu_end_ns", "end_ns", "link_busy_ns")
+START, PLAN, HITS_END, CPU_END, END, LINK_BUSY = range(len(TIMES))
+# Rows of Rows.offsets, and the columns that each is of
+COLUMNS_OF_LISTS = (
+    ("hits",),
+    ("transfers", "transfer_loads", "transfer_retained", "transfer_start_ns", "transfer_end_ns"),
+    ("on_cpu", "cpu_loads"),
+    ("retained",),
+    ("prefetch_layers", "prefetch_experts"),
+)
+HITS, TRANSFERS, ON_CPU, RETAINED, PREFETCHES = range(len(COLUMNS_OF_LISTS))
+_TYPES = {**LAYER_LISTS, "transfer_retained": np.bool_}
+
+
+class Rows(NamedTuple):
+    """Layer executions in order, R of which there is room for; row `size[0]` is the one that is being written.
+
+    The list columns of the log that begin and end together have their offsets in one row of `offsets`.
+    """
+
+    size: NDArray[np.int64]  # [1] rows that are complete
+    numbers: NDArray[np.int32]  # [len(NUMBERS), R]
+    times: NDArray[np.int64]  # [len(TIMES), R]
+    counts: NDArray[np.int32]  # [len(PREFETCH_COUNTS), R]
+    offsets: NDArray[np.int64]  # [len(LISTS), R + 1]
+    hits: NDArray[np.int32]
+    transfers: NDArray[np.int32]
+    transfer_loads: NDArray[np.int32]
+    transfer_retained: NDArray[np.bool_]
+    transfer_start_ns: NDArray[np.int64]
+    transfer_end_ns: NDArray[np.int64]
+    on_cpu: NDArray[np.int32]
+    cpu_loads: NDArray[np.int32]
+    retained: NDArray[np.int32]
+    prefetch_layers: NDArray[np.int32]
+    prefetch_experts: NDArray[np.int32]
+
+
+@jit
+def write_decision(rows, step, view, plan, transfers):
+    """Write what was found at a gate, and the plan, into the row that is being written; times and counts are not.
+
+    Args:
+        rows: Rows with room for another.
+        step: at the gate.
+        view: at the gate.
+        plan: that keeps to the contract.
+        transfers: those of the plan, in the order in which the log has them.
+    """
+    layer, load, row = step.layer, step.load, rows.size[0]
+    num_experts, resident = load.size, view.resident[layer]
+    offsets = rows.offsets[:, row]
+    end, num_resident, num_activated, hit_tokens = offsets[HITS], 0, 0, 0
+    for expert in range(num_experts):
+        is_hit = (load[expert] > 0) & resident[expert]  # a branch would be guessed wrongly often
+        rows.hits[end] = expert
+        end += is_hit
+        hit_tokens += load[expert] * is_hit
+        num_resident += resident[expert]
+        num_activated += load[expert] > 0
+    rows.offsets[HITS, row + 1] = end
+
+    rows.numbers[CAPACITY, row] = view.capacity[pool_of(view.capacity, layer)]
+    rows.numbers[NUM_RESIDENT, row] = num_resident
+    rows.numbers[NUM_ACTIVATED, row] = num_activated
+    rows.numbers[HIT_TOKENS, row] = hit_tokens
+    rows.numbers[NUM_PROMOTED, row] = 0
+
+    end = offsets[TRANSFERS]
+    for expert in transfers:
+        rows.transfers[end] = expert
+        rows.transfer_loads[end] = load[expert]
+        rows.transfer_retained[end] = plan.retained[number_in_pool(view.capacity, num_experts, layer, expert)]
+        end += 1
+    rows.offsets[TRANSFERS, row + 1] = end
+
+    first = offsets[ON_CPU]
+    end = first
+    for expert in plan.on_cpu:
+        place = end
+        while place > first and rows.on_cpu[place - 1] > expert:
+            rows.on_cpu[place] = rows.on_cpu[place - 1]
+            place -= 1
+        rows.on_cpu[place] = expert
+        end += 1
+    for place in range(first, end):
+        rows.cpu_loads[place] = load[rows.on_cpu[place]]
+    rows.offsets[ON_CPU, row + 1] = end
+
+    end = offsets[RETAINED]
+    for number in range(plan.retained.size):
+        rows.retained[end] = number
+        end += plan.retained[number]
+    rows.offsets[RETAINED, row + 1] = end
+
+    end = offsets[PREFETCHES]
+    for index in range(plan.prefetches.shape[0]):
+        rows.prefetch_layers[end] = plan.prefetches[index, 0]
+        rows.prefetch_experts[end] = plan.prefetches[index, 1]
+        end += 1
+    rows.offsets[PREFETCHES, row + 1] = end
+
+
+class RowBuffer:
+    """Rows that grow before each forward, and are cut off as stretches of whole forwards.
+
+    Args:
+        shape: of the passes.
+        pool_size: experts of a pool, E or L * E.
+        prefetches: plans may name prefetches.
+    """
+
+    def __init__(self, shape: ModelShape, pool_size: int, prefetches: bool) -> None:
+        num_layers, num_experts = shape.num_layers, shape.num_experts
+        self._num_layers = num_layers
+        # most of one layer execution, for each of COLUMNS_OF_LISTS
+        most = (num_experts, num_experts, num_experts, pool_size, num_layers * num_experts if prefetches else 0)
+        self._most = np.array(most) * num_layers + 1  # loops write one value further than a list is long
+        self._rows = _room(num_layers, self._most)
+
+    def reserve(self) -> Rows:
+        """The rows, with room for one more forward."""
+        rows = self._rows
+        size, room = int(rows.size[0]), rows.numbers.shape[1]
+        needed = rows.offsets[:, size] + self._most
+        lengths = np.array([getattr(rows, columns[0]).size for columns in COLUMNS_OF_LISTS])
+        if size + self._num_layers > room or (needed > lengths).any():
+            grown = _room(2 * room, np.where(needed > lengths, 2 * needed, lengths))
+            for before, after in zip(rows, grown, strict=True):
+                after[tuple(slice(length) for length in before.shape)] = before
+            self._rows = grown
+        return self._rows
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards that were written since the last cut."""
+        return int(self._rows.size[0]) // self._num_layers
+
+    def cut(self) -> Rows:
+        """The rows so far, without room for more; the buffer is empty afterwards."""
+        rows = self._rows
+        size = int(rows.size[0])
+        ends = rows.offsets[:, size].tolist()
+        lists = {
+            name: getattr(rows, name)[:end].copy()
+            for columns, end in zip(COLUMNS_OF_LISTS, ends, strict=True)
+            for name in columns
+        }
+        cut = Rows(
+            size=rows.size.copy(),
+            numbers=rows.numbers[:, :size].copy(),
+            times=rows.times[:, :size].copy(),
+            counts=rows.counts[:, :size].copy(),
+            offsets=rows.offsets[:, : size + 1].copy(),
+            **lists,
+        )
+        rows.size[0] = 0
+        rows.counts[:, :size] = 0
+        return cut
+
+
+def _room(num_rows: int, lengths: NDArray[np.int64]) -> Rows:
+    return Rows(
+        size=np.zeros(1, np.int64),
+        numbers=np.zeros((len(NUMBERS), num_rows), np.int32),
+        times=np.zeros((len(TIMES), num_rows), np.int64),
+        counts=np.zeros((len(PREFETCH_COUNTS), num_rows), np.int32),
+        offsets=np.zeros((len(COLUMNS_OF_LISTS), num_rows + 1), np.int64),
+        **{
+            name: np.zeros(length, _TYPES[name])
+            for columns, length in zip(COLUMNS_OF_LISTS, lengths.tolist(), strict=True)
+            for name in columns
+        },
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Forwards:
+    """What the log says of a stretch of whole forwards before anything is timed. F forwards."""
+
+    scalars: Mapping[str, NDArray[Any]]  # [F] forward, pass_id, request, kind, num_tokens, kv_len
+    lists: Mapping[str, Ragged]  # FORWARD_LISTS
+
+    @classmethod
+    def of(cls, passes: Sequence[Pass], first: int) -> Forwards:
+        """What these passes say, at least one; the first is the run's `first`-th, from 0."""
+        offsets = np.cumsum([0, *(pass_.requests.size for pass_ in passes)])
+
+        def joined(name: str, kind: type = np.int64) -> NDArray[Any]:
+            return np.concatenate([getattr(pass_, name) for pass_ in passes]).astype(kind)
+
+        scalars = {
+            "forward": first + np.arange(len(passes)),
+            "pass_id": np.array([pass_.pass_id for pass_ in passes], np.int64),
+            "request": np.minimum.reduceat(joined("requests"), offsets[:-1]),
+            "kind": np.array([int(pass_.kind) for pass_ in passes]),
+            "num_tokens": np.add.reduceat(joined("num_tokens"), offsets[:-1]),
+            "kv_len": np.add.reduceat(joined("kv_lens"), offsets[:-1]),
+        }
+        names = {"requests": "requests", "blocks": "blocks", "iterations": "iterations", "accepted": "num_accepted"}
+        lists = {name: Ragged(offsets, joined(names[name], kind)) for name, kind in FORWARD_LISTS.items()}
+        return cls({name: array.astype(LAYER_COLUMNS[name]) for name, array in scalars.items()}, lists)
+
+    def table(self, start_ns: NDArray[np.int64], end_ns: NDArray[np.int64]) -> Table:
+        """The forward table of the log, from when each forward starts and ends, [F]."""
+        times = {"start_ns": start_ns, "end_ns": end_ns}
+        return Table({name: times.get(name, self.scalars.get(name)) for name in FORWARD_COLUMNS}, self.lists)
+
+
+def decided(forwards: Forwards, rows: Rows) -> Table:
+    """What was decided in these forwards, all of them in `rows`: the layer table of the log as far as it is not timed."""
+    num_rows, num_forwards = rows.numbers.shape[1], len(forwards.scalars["forward"])
+    num_layers = num_rows // num_forwards
+    scalars = {name: np.repeat(values, num_layers) for name, values in forwards.scalars.items()}
+    scalars["layer"] = np.tile(np.arange(num_layers, dtype=np.int32), num_forwards)
+    scalars |= {name: column for name, column in zip(NUMBERS, rows.numbers, strict=True) if name in LAYER_COLUMNS}
+    lists = {
+        name: Ragged(offsets, getattr(rows, name))
+        for columns, offsets in zip(COLUMNS_OF_LISTS, rows.offsets, strict=True)
+        for name in columns
+        if name in LAYER_LISTS and not name.endswith("_ns")
+    }
+    return Table(scalars, lists)
+
+
+def timed(
+    layers: Table,
+    times: NDArray[np.int64],
+    counts: NDArray[np.int32],
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+) -> Table:
+    """The layer table of the log.
+
+    Args:
+        layers: as `decided` makes it.
+        times: [len(TIMES), rows]
+        counts: [len(PREFETCH_COUNTS), rows]
+        starts: of all transfers.
+        ends: of all transfers.
+    """
+    scalars = {
+        **layers.scalars,
+        **dict(zip(TIMES, times, strict=True)),
+        **dict(zip(PREFETCH_COUNTS, counts, strict=True)),
+    }
+    offsets = layers.lists["transfers"].offsets
+    lists = {
+        **layers.lists,
+        "transfer_start_ns": Ragged(offsets, starts),
+        "transfer_end_ns": Ragged(offsets, ends),
+    }
+    return Table({name: scalars[name] for name in LAYER_COLUMNS}, {name: lists[name] for name in LAYER_LISTS})
