@@ -17,7 +17,7 @@ from numba.core.caching import FunctionCache
 Function = TypeVar("Function")
 
 # compiled code holds values of the schema's enums as constants
-_SOURCES = ("policies/**/*.py", "simulator/**/*.py", "tracer/schema.py")
+_SOURCES = ("policies/**/*.py", "simulator/**/*.py", "replay/cpu_kernel.py", "tracer/schema.py")
 
 # what reading a damaged pickle can raise
 _DAMAGE = (
@@ -104,9 +104,14 @@ def _cache_of(function: Any) -> _Cache | None:
     return made if Path(made.cache_path).is_relative_to(directory) else None  # numba's environment has the last word
 
 
-def jit(function: Function) -> Function:
-    """Compile a function of the numba subset on first call, from cache where it was compiled before."""
-    compiled: Any = numba.njit(cast(Any, function))
+def jit(function: Function, **options: Any) -> Function:
+    """Compile a function of the numba subset on first call, from cache where it was compiled before.
+
+    Args:
+        function: to compile.
+        options: of numba.
+    """
+    compiled: Any = numba.njit(cast(Any, function), **options)
     found = _cache_of(function)
     if found is not None:
         compiled._cache = found  # what cache=True sets, to a cache that looks elsewhere too

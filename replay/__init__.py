@@ -1,1 +1,1 @@
-"""Will execute decisions on real hardware; holds nothing yet."""
+"""Executes decisions on real hardware, and measures what it costs there."""
