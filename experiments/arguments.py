@@ -31,6 +31,9 @@ class Arguments:
     overwrite: bool
     per_layer: bool
     decisions: bool
+    timeline: bool
+    timeline_from_forward: int | None
+    timeline_forwards: int | None
     config: dict[str, Any] | None
     overrides: tuple[str, ...]
     progress: bool

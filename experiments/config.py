@@ -50,6 +50,9 @@ class Output:
     dir: str = MISSING  # outputs/DATE/TIME, for a multirun multirun/DATE/TIME
     overwrite: bool = False  # replace a finished run of another configuration
     per_layer: bool = False  # result.parquet with one row for each layer execution
+    timeline: bool = False  # timeline.pftrace, which ui.perfetto.dev shows
+    timeline_from_forward: int | None = None  # first one shown; null is the first decode forward that is counted
+    timeline_forwards: int | None = 20  # how many; null is all that follow
     decisions: bool | None = None  # decisions.parquet; null writes it for a single run, not for cells of a multirun
 
 

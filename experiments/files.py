@@ -11,7 +11,7 @@ from glob import escape
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import polars as pl
 import pyarrow as pa
@@ -30,8 +30,9 @@ try:
 except ImportError:  # no such locks on Windows: what a killed process left stays there
     fcntl = None
 
-SUMMARY, MANIFEST, RESULT, DECISIONS = FILES = "summary.json", "manifest.json", "result.parquet", "decisions.parquet"
-ALWAYS = SUMMARY, MANIFEST, RESULT  # decisions.parquet only where it was asked for
+ALWAYS = SUMMARY, MANIFEST, RESULT = "summary.json", "manifest.json", "result.parquet"
+ASKED = DECISIONS, TIMELINE = "decisions.parquet", "timeline.pftrace"  # only where the keys of `output` say so
+FILES = (*ALWAYS, *ASKED)
 CELL = "cell.json"  # of a multirun: which grid ran it last, and its error
 
 
@@ -51,7 +52,8 @@ def read_run(directory: Path) -> Run | None:
     except (FileNotFoundError, TraceError):  # replaced this moment, or damaged
         return None
     output = run.manifest.get("config", {}).get("output", {})
-    return run if (directory / DECISIONS).is_file() or not output.get("decisions", True) else None
+    asked = [*[DECISIONS] * output.get("decisions", True), *[TIMELINE] * output.get("timeline", False)]
+    return run if all((directory / name).is_file() for name in asked) else None
 
 
 class RunFiles:
@@ -75,6 +77,7 @@ class RunFiles:
         self._writer: pq.ParquetWriter | None = None
         self._made: list[Path] = []  # directories that were not there before, innermost first
         self._is_alive = ExitStack()  # holds what tells others that the hidden directory is in use
+        self._opened = ExitStack()  # files that others write
 
     def __enter__(self) -> RunFiles:
         if self._directory is not None:
@@ -94,6 +97,8 @@ class RunFiles:
         if self._directory is None:
             return
         self._is_alive.close()
+        with suppress(OSError):
+            self._opened.close()
         if self._writer is not None:
             with suppress(OSError, pa.ArrowException):  # the error that led here is the one to report
                 self._writer.close()
@@ -103,6 +108,16 @@ class RunFiles:
                 path.rmdir()
         if isinstance(error, OSError) and error.filename is None:
             raise OSError(error.errno, error.strerror or str(error), str(self._directory)) from error
+
+    def open(self, name: str) -> BinaryIO:
+        """One of the run's files, for others to write; it is closed here.
+
+        Raises:
+            ConfigError: the run has no directory.
+        """
+        if self._directory is None:
+            raise ConfigError(f"simulate: output must be a directory, where {name} is wanted")
+        return self._opened.enter_context((self._partial / name).open("wb"))
 
     def add(self, chunk: LogChunk) -> None:
         """Append the layer executions of a chunk to decisions.parquet, where somebody wants them."""
@@ -121,6 +136,7 @@ class RunFiles:
         """Write the other files and give the directory its name."""
         if self._directory is None:
             return
+        self._opened.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None

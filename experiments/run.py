@@ -13,13 +13,15 @@ from tqdm import tqdm
 
 from experiments.arguments import checked
 from experiments.decision_log import Comparison
-from experiments.files import RunFiles
+from experiments.files import TIMELINE, RunFiles
 from experiments.manifest import manifest
 from experiments.policy import OwnPolicy, name_of
 from experiments.policy import built as built_policy
 from experiments.results import ForwardTable
 from experiments.setting import Setting, setting_of
 from experiments.summary import summary_of
+from experiments.timeline import FORWARDS
+from experiments.timeline_run import timeline_of
 from policies.profile import HardwareProfile, estimates_of
 from simulator.des import simulate as simulate_events
 from tracer.schema import ModelShape
@@ -57,6 +59,9 @@ def simulate(
     overwrite: bool = False,
     per_layer: bool = False,
     decisions: bool = True,
+    timeline: bool = False,
+    timeline_from_forward: int | None = None,
+    timeline_forwards: int | None = FORWARDS,
     config: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
     progress: bool = False,
@@ -80,11 +85,14 @@ def simulate(
             path of a record.
         staging_slots: GPU slots beyond the cache for experts in transit; None is twice the transfer chunk.
         seed: for policies that draw random numbers.
-        output: directory for summary.json, result.parquet, decisions.parquet and manifest.json, all or none of them;
-            it holds nothing else. A run there that was asked for the same is replaced.
+        output: directory for summary.json, result.parquet, decisions.parquet, manifest.json and timeline.pftrace, as
+            far as they are asked for, all or none of them; it holds nothing else. A run there that was asked for the same is replaced.
         overwrite: replace a run of any configuration in `output`.
         per_layer: let result.parquet have one row for each layer execution.
         decisions: write decisions.parquet.
+        timeline: write timeline.pftrace, which ui.perfetto.dev shows.
+        timeline_from_forward: its first forward, an index in the run; None is the first decode forward that is counted.
+        timeline_forwards: how many; None is all that follow.
         config: what was asked for, for the manifest; None makes it of these arguments.
         overrides: of it what stood on a command line.
         progress: show a bar on stderr when it is a terminal.
@@ -103,9 +111,6 @@ def _run(setting: Setting, output: str | Path | None) -> Result:
     policy = built_policy(setting.policy, given.knobs, setting.context)
     slots = setting.slots(policy)
     passes = reader.passes(signals=policy.reads_signals and reader.has_signals)
-    chunks = simulate_events(
-        passes, policy, traced, slots, costs, estimates_of(costs), staging_slots=setting.staging_slots
-    )
     table = ForwardTable(
         traced.num_layers, traced.num_experts, given.warmup_requests, costs.policy_ns, policy.pool == "global"
     )
@@ -114,11 +119,21 @@ def _run(setting: Setting, output: str | Path | None) -> Result:
     shown = given.progress and sys.stderr.isatty()
     bar = tqdm(total=reader.num_passes, desc=name_of(setting.policy), unit="forward", disable=not shown)
     with RunFiles(output, given, run_manifest["config"]) as files, bar:
+        timeline = timeline_of(setting, policy, slots, files.open(TIMELINE)) if given.timeline else None
+        chunks = simulate_events(
+            *(passes, policy, traced, slots, costs, estimates_of(costs)),
+            staging_slots=setting.staging_slots,
+            on_copy=timeline.add_copy if timeline else None,
+        )
+        takers = (table, compared, files, *([timeline] if timeline else ()))
         for chunk in chunks:
-            for taker in (table, compared, files):
+            for taker in takers:
                 taker.add(chunk)
             bar.update(len(chunk.forwards))
         summary = summary_of(table, policy, setting)
         summary["warnings"] += compared.warnings
+        if timeline:
+            timeline.finish()
+            summary["warnings"] += timeline.warnings
         files.finish(summary, run_manifest, table.frame())
     return Result(summary, table.frame(), run_manifest)

@@ -65,7 +65,13 @@ class Setting:
                 "calibration": given.calibration,
                 "staging_slots": given.staging_slots,
                 "seed": given.seed,
-                "output": {"per_layer": given.per_layer, "decisions": given.decisions},
+                "output": {
+                    "per_layer": given.per_layer,
+                    "decisions": given.decisions,
+                    "timeline": given.timeline,
+                    "timeline_from_forward": given.timeline_from_forward,
+                    "timeline_forwards": given.timeline_forwards,
+                },
             }
         )
 
