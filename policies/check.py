@@ -34,44 +34,70 @@ DELAY_NEGATIVE = 14
 @jit
 def find_violation(plan, step, view):
     """The first rule that a plan breaks, and at which expert; (FINE, -1) if none. For plans of the right types."""
-    num_layers, num_experts = view.resident.shape
+    num_experts = view.resident.shape[1]
     layer = step.layer
-    served = np.zeros(num_experts, np.int64)
+    resident, in_flight = view.resident[layer], view.in_flight[layer]
+    served = np.zeros(num_experts, np.int8)
     for turn in range(2):
-        ids = plan.transfers if turn == 0 else plan.on_cpu
-        for expert in ids:
+        for expert in plan.transfers if turn == 0 else plan.on_cpu:
             if not 0 <= expert < num_experts:
                 return (TRANSFER_RANGE if turn == 0 else CPU_RANGE), expert
             if served[expert] > 0:
                 return SERVED_TWICE, expert
-            if step.load[expert] == 0 or view.resident[layer, expert]:
+            if step.load[expert] == 0 or resident[expert]:
                 return NOT_MISSED, expert
             served[expert] = turn + 1
+    broken = FINE  # in these loops branches would be guessed wrongly often: who breaks a rule is looked for afterwards
     for expert in range(num_experts):
-        if step.load[expert] > 0 and not view.resident[layer, expert] and served[expert] == 0:
-            return NOT_SERVED, expert
-        if served[expert] == 2 and view.in_flight[layer, expert]:
-            return IN_FLIGHT_ON_CPU, expert
+        broken |= _serving(step.load[expert], resident[expert], in_flight[expert], served[expert])
+    if broken != FINE:
+        for expert in range(num_experts):
+            broken = _serving(step.load[expert], resident[expert], in_flight[expert], served[expert])
+            if broken != FINE:
+                return broken, expert
 
     pool = pool_of(view.capacity, layer)
+    num_layers = plan.retained.size // num_experts
     taken = 0
-    for index in range(plan.retained.size):
-        at, expert = pool + index // num_experts, index % num_experts
-        if plan.retained[index]:
-            taken += 1
-            arrives = at == layer and served[expert] == 1
-            if not (view.resident[at, expert] or view.in_flight[at, expert] or arrives):
-                return NOT_HELD, index
-        elif view.in_flight[at, expert]:
-            taken += 1
-            if at == layer and served[expert] == 1:
-                return PROMOTED_LEAVES, expert
+    for at in range(pool, pool + num_layers):
+        retained = plan.retained[(at - pool) * num_experts : (at - pool + 1) * num_experts]
+        resident, in_flight, here = view.resident[at], view.in_flight[at], at == layer
+        broken = FINE
+        for expert in range(num_experts):
+            broken |= _staying(retained[expert], resident[expert], in_flight[expert], here & (served[expert] == 1))
+            taken += retained[expert] | in_flight[expert]
+        if broken != FINE:
+            for expert in range(num_experts):
+                broken = _staying(retained[expert], resident[expert], in_flight[expert], here & (served[expert] == 1))
+                if broken != FINE:
+                    return broken, expert if broken == PROMOTED_LEAVES else (at - pool) * num_experts + expert
     if taken > view.capacity[pool]:
         return TOO_MANY, taken
+    return _prefetching(plan, view)
 
+
+@jit
+def _serving(load, resident, in_flight, served):
+    """Whether an expert of the layer is served as it must be; served is 1 by a transfer, 2 on the CPU."""
+    return NOT_SERVED * ((load > 0) & (not resident) & (served == 0)) | IN_FLIGHT_ON_CPU * ((served == 2) & in_flight)
+
+
+@jit
+def _staying(retained, resident, in_flight, arrives):
+    """Whether an expert of the pool may stay, and may leave."""
+    not_held = retained & (not resident) & (not in_flight) & (not arrives)
+    return NOT_HELD * not_held | PROMOTED_LEAVES * ((not retained) & in_flight & arrives)
+
+
+@jit
+def _prefetching(plan, view):
+    """The first rule that the plan's prefetches break, and in which row."""
     if plan.prefetch_delay_ns < 0:
         return DELAY_NEGATIVE, -1
-    named = np.zeros((num_layers if plan.prefetches.shape[0] > 0 else 0, num_experts), np.bool_)
+    if plan.prefetches.shape[0] == 0:
+        return FINE, -1
+    num_layers, num_experts = view.resident.shape
+    named = np.zeros((num_layers, num_experts), np.bool_)
     for row in range(plan.prefetches.shape[0]):
         at, expert = plan.prefetches[row, 0], plan.prefetches[row, 1]
         if not (0 <= at < num_layers and 0 <= expert < num_experts):

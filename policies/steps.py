@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.extending import register_jitable
+from numba.core.types.misc import NoneType
+from numba.extending import overload, register_jitable
 from numpy.typing import ArrayLike, NDArray
 
 from policies.contract import End, Step, StepSignals
@@ -41,12 +42,9 @@ class Forward(NamedTuple):
     signals: ForwardSignals | None  # only for a policy that reads them
 
 
-# the next three are called from Python and from compiled code; a call of compiled code from Python would take longer
+# what follows is called from Python and from compiled code; calls of compiled code from Python would take longer
 @register_jitable
-def signals_at(signals: ForwardSignals | None, layer: int) -> StepSignals | None:
-    """What the gate of one layer has of a pass's signals."""
-    if signals is None:
-        return None
+def _cut(signals: ForwardSignals, layer: int) -> StepSignals:
     return StepSignals(
         signals.token_ids,
         signals.positions,
@@ -56,6 +54,18 @@ def signals_at(signals: ForwardSignals | None, layer: int) -> StepSignals | None
         signals.sketch,
         signals.ahead_ids[layer],
     )
+
+
+def signals_at(signals: ForwardSignals | None, layer: int) -> StepSignals | None:
+    """What the gate of one layer has of a pass's signals."""
+    return None if signals is None else _cut(signals, layer)
+
+
+@overload(signals_at)
+def _signals_at(signals, layer):
+    if isinstance(signals, NoneType):
+        return lambda signals, layer: None
+    return lambda signals, layer: _cut(signals, layer)  # without the choice, which would have a type of its own
 
 
 @register_jitable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,14 +70,15 @@ def write_decision(rows, step, view, plan, transfers):
     layer, load, row = step.layer, step.load, rows.size[0]
     num_experts, resident = load.size, view.resident[layer]
     offsets = rows.offsets[:, row]
-    end, num_resident, num_activated, hit_tokens = offsets[HITS], 0, 0, 0
+    num_resident = num_activated = hit_tokens = 0
     for expert in range(num_experts):
-        is_hit = (load[expert] > 0) & resident[expert]  # a branch would be guessed wrongly often
-        rows.hits[end] = expert
-        end += is_hit
-        hit_tokens += load[expert] * is_hit
         num_resident += resident[expert]
         num_activated += load[expert] > 0
+        hit_tokens += load[expert] * resident[expert]
+    end = offsets[HITS]
+    for expert in range(num_experts):
+        rows.hits[end] = expert
+        end += (load[expert] > 0) & resident[expert]  # a branch would be guessed wrongly often
     rows.offsets[HITS, row + 1] = end
 
     rows.numbers[CAPACITY, row] = view.capacity[pool_of(view.capacity, layer)]
@@ -127,28 +128,33 @@ class RowBuffer:
     Args:
         shape: of the passes.
         pool_size: experts of a pool, E or L * E.
-        prefetches: plans may name prefetches.
+        prefetches: plans may name prefetches; only then the rows have times and counts as well.
     """
 
     def __init__(self, shape: ModelShape, pool_size: int, prefetches: bool) -> None:
         num_layers, num_experts = shape.num_layers, shape.num_experts
-        self._num_layers = num_layers
+        self._num_layers, self._is_timed = num_layers, prefetches
         # most of one layer execution, for each of COLUMNS_OF_LISTS
         most = (num_experts, num_experts, num_experts, pool_size, num_layers * num_experts if prefetches else 0)
         self._most = np.array(most) * num_layers + 1  # loops write one value further than a list is long
-        self._rows = _room(num_layers, self._most)
+        self._rows = _room(num_layers, self._most, self._is_timed)
+        self._num_sure = 0  # forwards for which there is room for sure
 
     def reserve(self) -> Rows:
         """The rows, with room for one more forward."""
-        rows = self._rows
-        size, room = int(rows.size[0]), rows.numbers.shape[1]
-        needed = rows.offsets[:, size] + self._most
-        lengths = np.array([getattr(rows, columns[0]).size for columns in COLUMNS_OF_LISTS])
-        if size + self._num_layers > room or (needed > lengths).any():
-            grown = _room(2 * room, np.where(needed > lengths, 2 * needed, lengths))
-            for before, after in zip(rows, grown, strict=True):
-                after[tuple(slice(length) for length in before.shape)] = before
-            self._rows = grown
+        if self._num_sure == 0:
+            rows = self._rows
+            size, room = int(rows.size[0]), rows.numbers.shape[1]
+            ends = rows.offsets[:, size]
+            lengths = np.array([getattr(rows, columns[0]).size for columns in COLUMNS_OF_LISTS])
+            is_short = ends + self._most > lengths
+            if size + self._num_layers > room or is_short.any():
+                room, lengths = 2 * room, np.where(is_short, 2 * (ends + self._most), lengths)
+                self._rows = _room(room, lengths, self._is_timed)
+                for written, copied in zip(_written(rows), _written(self._rows, size, ends), strict=True):
+                    copied[...] = written
+            self._num_sure = min((room - size) // self._num_layers, int(((lengths - ends) // self._most).min()))
+        self._num_sure -= 1
         return self._rows
 
     @property
@@ -158,36 +164,36 @@ class RowBuffer:
 
     def cut(self) -> Rows:
         """The rows so far, without room for more; the buffer is empty afterwards."""
-        rows = self._rows
-        size = int(rows.size[0])
-        ends = rows.offsets[:, size].tolist()
-        lists = {
-            name: getattr(rows, name)[:end].copy()
-            for columns, end in zip(COLUMNS_OF_LISTS, ends, strict=True)
-            for name in columns
-        }
-        cut = Rows(
-            size=rows.size.copy(),
-            numbers=rows.numbers[:, :size].copy(),
-            times=rows.times[:, :size].copy(),
-            counts=rows.counts[:, :size].copy(),
-            offsets=rows.offsets[:, : size + 1].copy(),
-            **lists,
-        )
-        rows.size[0] = 0
-        rows.counts[:, :size] = 0
+        cut = Rows(*(written.copy() for written in _written(self._rows)))
+        self._rows.counts[:, : int(self._rows.size[0])] = 0
+        self._rows.size[0] = 0
+        self._num_sure = 0
         return cut
 
 
-def _room(num_rows: int, lengths: NDArray[np.int64]) -> Rows:
+def _written(rows: Rows, size: int | None = None, ends: NDArray[np.int64] | None = None) -> Iterator[NDArray[Any]]:
+    """The part of each array that the first `size` rows take, whose lists end at `ends`; as `rows` say without."""
+    size = int(rows.size[0]) if size is None else size
+    ends = rows.offsets[:, size] if ends is None else ends
+    yield rows.size
+    for array in (rows.numbers, rows.times, rows.counts):
+        yield array[:, :size]
+    yield rows.offsets[:, : size + 1]
+    for columns, end in zip(COLUMNS_OF_LISTS, ends.tolist(), strict=True):
+        for name in columns:
+            yield getattr(rows, name)[:end]
+
+
+def _room(num_rows: int, lengths: NDArray[np.int64], is_timed: bool) -> Rows:
+    num_timed = num_rows if is_timed else 0
     return Rows(
         size=np.zeros(1, np.int64),
         numbers=np.zeros((len(NUMBERS), num_rows), np.int32),
-        times=np.zeros((len(TIMES), num_rows), np.int64),
-        counts=np.zeros((len(PREFETCH_COUNTS), num_rows), np.int32),
+        times=np.zeros((len(TIMES), num_timed), np.int64),
+        counts=np.zeros((len(PREFETCH_COUNTS), num_timed), np.int32),
         offsets=np.zeros((len(COLUMNS_OF_LISTS), num_rows + 1), np.int64),
         **{
-            name: np.zeros(length, _TYPES[name])
+            name: np.zeros(length if is_timed or not name.endswith("_ns") else 0, _TYPES[name])
             for columns, length in zip(COLUMNS_OF_LISTS, lengths.tolist(), strict=True)
             for name in columns
         },
