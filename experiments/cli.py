@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import secrets
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,35 +15,17 @@ from typing import Any, ClassVar
 
 import hydra
 from hydra._internal.utils import get_args_parser
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
-from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
 
+from experiments import sweeper
+from experiments.cells import cells_of
 from experiments.errors import ConfigError
-from experiments.files import CELL
+from experiments.messages import USER_ERRORS, explain
 from experiments.terminal import INTERRUPTED, Ended, ending_as_error, flush, mend_streams
-from policies.contract import PlanError, PolicyError
-from policies.profile import ProfileError
-from tracer.records import read_object
-from tracer.schema import TraceError, choices
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: 1 shows tracebacks
-
-
-# What a user can get wrong, and read in one line; anything else is a bug and keeps its traceback.
-USER_ERRORS = (
-    *(ConfigError, TraceError, PlanError, PolicyError, ProfileError),
-    *(OmegaConfBaseException, OSError, MemoryError),
-)
 
 
 def hydra_command(
@@ -88,7 +67,7 @@ def hydra_command(
         )
         print(f"{program}: {what}{kept}", file=sys.stderr)
         raise SystemExit(code) from None
-    except (HydraException, *USER_ERRORS) as error:
+    except USER_ERRORS as error:
         _settle()
         if wants_traceback:
             raise
@@ -106,30 +85,6 @@ def _settle() -> None:
         flush()
 
 
-def explain(error: BaseException) -> str:
-    """One line of what was wrong, where, and what is allowed."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
-        group, _, name = error.missing_cfg_file.rpartition("/")
-        return f"{group}={name}: not known; {choices(name, error.options)}"
-    if isinstance(error, OverrideParseException):
-        return f"{error.override}: cannot be read; must be key=value, with quotes around values that hold any of (){{}}[],=:, blanks or letters beyond ASCII"
-    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and isinstance(cause.parent_node, DictConfig):
-        keys = [str(key) for key in cause.parent_node if key != "hydra"]
-        return f"{cause.full_key}: no such key; {choices(str(cause.key), keys)}"
-    if isinstance(cause, MissingMandatoryValue):
-        return f"{cause.full_key}: must be given as {cause.full_key}=VALUE"
-    if isinstance(cause, OmegaConfBaseException):
-        return f"{cause.full_key}: {str(cause).splitlines()[0]}"
-    if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", str(error)):
-        return f"{ambiguous[1]}: several values of a key need -m, which runs them all"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if isinstance(error, MemoryError):
-        return f"not enough memory: {error or 'an allocation failed'}"
-    return " ".join(str(error).split())
-
-
 def _run(
     program: str,
     config_name: str,
@@ -137,6 +92,7 @@ def _run(
     finish: Callable[[Path, str], None] | None,
 ) -> None:
     job = Job(program, run, grid=secrets.token_hex(8))
+    sweeper.register()
     with _hydra_environment(_ordered(sys.argv[1:])):
         try:
             hydra.main("pkg://conf", config_name, version_base="1.3")(job)()
@@ -187,9 +143,10 @@ def _hydra_environment(arguments: list[str]) -> Iterator[None]:
 
 @dataclass
 class Job:
-    """What Hydra calls for each configuration; errors are kept here, because Hydra would print its own lines for them.
+    """What Hydra calls for a single run, and what the sweeper runs for each cell of a multirun.
 
-    A module-level class, so that launchers can send it to other processes.
+    The error of a single run is kept here, because Hydra would print its own lines for it. A module-level class, so
+    that launchers can send it to other processes.
     """
 
     program: str
@@ -198,47 +155,11 @@ class Job:
     failure: Exception | None = field(default=None, compare=False)
 
     def __call__(self, config: DictConfig) -> None:
-        """Run one configuration, whole command or cell."""
-        settings = HydraConfig.get()
-        try:
-            if settings.mode != RunMode.MULTIRUN:
-                self.run(config)
-                return
-        except Exception as error:  # raised again when Hydra has returned
-            self.failure = error
-            return
-        directory, overrides = Path(settings.runtime.output_dir), list(settings.overrides.task)
-        print(f"{self.program}: cell {settings.job.num}: {' '.join(overrides)}", file=sys.stderr)
-        cell: dict[str, Any] = {"grid": self.grid, "overrides": overrides, "error": None}
+        """Run the whole command."""
         try:
             self.run(config)
-        except Exception as error:  # one cell; the others go on, and all failures are listed at the end
-            cell["error"] = _text_of(error)
-        directory.mkdir(parents=True, exist_ok=True)  # an equal cell may be taking its place this moment
-        (directory / CELL).write_text(json.dumps(cell, indent=2) + "\n")
-
-
-def _text_of(error: Exception) -> str:
-    """A cell's error in one line; a bug keeps its traceback on stderr."""
-    if isinstance(error, USER_ERRORS):
-        return explain(error)
-    traceback.print_exception(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def cells_of(sweep: Path) -> dict[Path, dict[str, Any]]:
-    """What became of each cell below a directory when it was run last: its `grid`, `overrides` and `error`, or null."""
-    found = {}
-    for path in sorted(sweep.rglob(CELL)):
-        if any(part.startswith(".") for part in path.relative_to(sweep).parts):
-            continue
-        try:
-            cell = read_object(path)
-        except (FileNotFoundError, TraceError):  # replaced this moment; somebody else's, or cut short
-            continue
-        if {"grid", "overrides", "error"} == set(cell):
-            found[path.parent] = cell
-    return found
+        except Exception as error:  # raised again when Hydra has returned
+            self.failure = error
 
 
 def _report_failures(program: str, sweep: Path, grid: str) -> None:

@@ -14,7 +14,7 @@ import polars as pl
 from omegaconf import DictConfig, OmegaConf
 from polars import selectors
 
-from experiments.cli import cells_of
+from experiments.cells import cells_of
 from experiments.files import read_run, write_parquet
 from experiments.identity import asked, sources
 from experiments.policy import has_changed, label

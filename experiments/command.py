@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from experiments.cli import USER_ERRORS, explain
+from experiments.messages import USER_ERRORS, explain
 from experiments.terminal import INTERRUPTED, Ended, ending_as_error, flush
 
 Status = TypeVar("Status")

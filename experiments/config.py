@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, asdict, dataclass, field, fields, make_dataclass
+from functools import cache
 from typing import Any, Literal, get_type_hints
 
 from hydra.core.config_store import ConfigStore
@@ -16,6 +17,7 @@ from experiments import decision_log
 from experiments.errors import ConfigError
 from experiments.policy import FROM_FILE, heeded
 from experiments.profiles import load_profile, profile_from_dict, shape_from_dict
+from policies.build import PolicyModule
 from policies.custom import installed
 from policies.profile import HardwareProfile
 from policies.registry import POLICIES
@@ -31,7 +33,9 @@ def _default(entry: Field[Any]) -> Any:
 
 # Keys of a hardware profile; the types of their values are checked where the profile is made.
 Hardware = make_dataclass(
-    "Hardware", [("path", Any, None), *((entry.name, Any, _default(entry)) for entry in fields(HardwareProfile))]
+    "Hardware",
+    [("path", Any, None), *((entry.name, Any, _default(entry)) for entry in fields(HardwareProfile))],
+    namespace={"__module__": __name__},
 )
 
 
@@ -84,8 +88,8 @@ def register(arguments: Sequence[str] = ()) -> None:
     store.store(name="simulate_schema", node=Simulate)
     store.store(group="shape", name="trace", node={})
     chosen = {name for text in arguments if text.startswith("policy=") for name in re.findall(r"[\w.-]+", text[7:])}
-    for name, module in {**POLICIES, "log": decision_log}.items():
-        node = OmegaConf.structured(_policy_class(name, module.Knobs, is_beside=not chosen.isdisjoint(FROM_FILE)))
+    for name in _modules():
+        node = OmegaConf.structured(_policy_class(name, not chosen.isdisjoint(FROM_FILE)))
         store.store(group="policy", name=name, node=_open(node))
     for name in installed().keys() - POLICIES.keys() - set(FROM_FILE):
         store.store(group="policy", name=name, node=_open(OmegaConf.create({"name": name, "path": None, "knobs": {}})))
@@ -150,14 +154,35 @@ def shape_of(config: DictConfig) -> ModelShape | Literal["trace"]:
     return shape_from_dict(values, "shape") if values else "trace"
 
 
-def _policy_class(name: str, knobs: type, is_beside: bool) -> type:
+_BESIDE = " beside others"  # ends the names of classes with the keys `path` and `knobs`
+
+
+@cache
+def _policy_class(name: str, is_beside: bool) -> type:
     """A schema with the knobs of a policy: mutable, because Hydra cannot override keys of a frozen dataclass."""
+    knobs = _modules()[name].Knobs
     hints = get_type_hints(knobs)
     entries = [(entry.name, hints[entry.name], _default(entry)) for entry in fields(knobs)]
     beside = [("path", Any, None), ("knobs", dict[str, Any], field(default_factory=dict))] if is_beside else []
     own = {entry.name for entry in fields(knobs)}
     beside = [entry for entry in beside if entry[0] not in own]
-    return make_dataclass(f"policy={name}", [("name", str, name), *entries, *beside])
+    return make_dataclass(
+        f"policy={name}{_BESIDE * is_beside}",
+        [("name", str, name), *entries, *beside],
+        namespace={"__module__": __name__},
+    )
+
+
+def __getattr__(name: str) -> type:
+    """The schemas of policies, which processes of a launcher look for by name when they are sent a configuration."""
+    policy = name.removeprefix("policy=").removesuffix(_BESIDE)
+    if not name.startswith("policy=") or policy not in _modules():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _policy_class(policy, name.endswith(_BESIDE))
+
+
+def _modules() -> dict[str, PolicyModule]:
+    return {**POLICIES, "log": decision_log}
 
 
 def _open(node: DictConfig) -> DictConfig:

@@ -16,7 +16,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import MISSING, OmegaConf
 
-from experiments.cli import explain, hydra_command
+from experiments.cli import hydra_command
+from experiments.messages import explain
 from policies.contract import PlanError, PolicyError
 from policies.profile import ProfileError
 from tracer.schema import TraceError

@@ -184,7 +184,7 @@ def test_policies_of_packages_are_known_by_their_names(packages):
 
 
 def test_policies_of_packages_are_on_the_command_line(packages, run):
-    finished = run("-m", "policy=lru,theirs", "output.dir=grid")
+    finished = run("-m", "hydra/launcher=basic", "policy=lru,theirs", "output.dir=grid")
     assert finished.code == 0, finished.err
     assert pl.read_parquet("grid/sweep.parquet")["policy"].to_list() == ["lru", "theirs"]
     finished = run("policy=theirs", "policy.knobs.decay=0.5")
@@ -430,7 +430,7 @@ def test_a_run_and_its_manifest(run):
 
 
 def test_a_grid_with_others_and_with_knobs(run):
-    grid = ["-m", "policy=lru,custom", "policy.path=mine.py", "output.dir=grid"]
+    grid = ["-m", "hydra/launcher=basic", "policy=lru,custom", "policy.path=mine.py", "output.dir=grid"]
     finished = run(*grid, "policy.knobs.decay=0.5,1")
     assert finished.code == 0, finished.err
     rows = pl.read_parquet("grid/sweep.parquet")

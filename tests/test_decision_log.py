@@ -192,7 +192,7 @@ def test_a_log_stands_beside_policies_in_a_grid(directory, monkeypatch):
     path, summary = logged(directory, "run", "oled")
     monkeypatch.chdir(directory)
     settings = ["trace=small.trace", "shape=llada2.0-mini", "cache.slots_per_layer=4,6", "output.dir=grid"]
-    finished = command(main, "-m", "policy=lru,log", f"policy.path={path}", *settings)
+    finished = command(main, "-m", "hydra/launcher=basic", "policy=lru,log", f"policy.path={path}", *settings)
     assert finished.code == 0, finished.err
     rows = pl.read_parquet("grid/sweep.parquet")
     assert rows.select("policy", "slots_per_layer").rows() == [("lru", 4), ("lru", 6), ("log", 6)]

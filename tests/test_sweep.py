@@ -43,7 +43,7 @@ def runs(tmp_path, monkeypatch):
 
 
 def sweep(*arguments, trace="small.trace", code=0):
-    finished = command(main, "-m", f"trace={trace}", "output.dir=grid", *arguments)
+    finished = command(main, "-m", f"trace={trace}", "output.dir=grid", "hydra/launcher=basic", *arguments)
     assert finished.code == code, finished.err
     return finished
 

@@ -1,0 +1,125 @@
+"""Run cells of a grid in whatever process: a failure is one cell's, and a process whose launcher ends, ends too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from experiments.files import CELL
+from experiments.messages import USER_ERRORS, explain
+from tracer.records import read_object
+from tracer.schema import TraceError
+
+_THREADS = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMBA_NUM_THREADS",
+    "POLARS_MAX_THREADS",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell: its error in one line, and its traceback if it was not the user's."""
+
+    label: str
+    error: str | None = None
+    traceback: str | None = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One grid that is being run.
+
+    Args:
+        name: tells it from others of its directory.
+        journal: file to which each finished cell adds a line; its directory is there.
+        launcher: process id of whoever launched it.
+    """
+
+    name: str
+    journal: Path
+    launcher: int
+
+    def run(self, label: str, work: Callable[[], Any]) -> Outcome:
+        """Do the work of one cell; what goes wrong there is its outcome."""
+        try:
+            work()
+            outcome = Outcome(label)
+        except USER_ERRORS as error:
+            outcome = Outcome(label, explain(error))
+        except Exception as error:  # a bug, of one cell: the others go on, and all failures are listed at the end
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            outcome = Outcome(label, text, "".join(traceback.format_exception(error)))
+        line = json.dumps(asdict(outcome)) + "\n"
+        descriptor = os.open(self.journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(descriptor, line.encode())  # in one piece, as other processes write there too
+        finally:
+            os.close(descriptor)
+        return outcome
+
+    def note(self, directory: Path, overrides: Sequence[str], error: str | None) -> None:
+        """Leave word in a cell's directory of what became of it."""
+        directory.mkdir(parents=True, exist_ok=True)  # an equal cell may be taking its place this moment
+        cell = {"grid": self.name, "overrides": list(overrides), "error": error}
+        (directory / CELL).write_text(json.dumps(cell, indent=2) + "\n")
+
+    def enter_process(self) -> None:
+        """Make a process that was started for the grid end with its launcher, who alone hears of an interrupt."""
+        if os.getpid() != self.launcher:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if os.getppid() == self.launcher:
+                _end_with(self.launcher)
+
+
+@cache
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent has ended, even if that was killed."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end with the launcher", daemon=True).start()
+
+
+@contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Processes started within it use one thread each, unless the environment says otherwise already."""
+    ours = [name for name in _THREADS if name not in os.environ]
+    os.environ.update(dict.fromkeys(ours, "1"))
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
+
+
+def cells_of(sweep: Path) -> dict[Path, dict[str, Any]]:
+    """What became of each cell below a directory when it was run last: its `grid`, `overrides` and `error`, or null."""
+    found = {}
+    for path in sorted(sweep.rglob(CELL)):
+        if any(part.startswith(".") for part in path.relative_to(sweep).parts):
+            continue
+        try:
+            cell = read_object(path)
+        except (FileNotFoundError, TraceError):  # replaced this moment; somebody else's, or cut short
+            continue
+        if {"grid", "overrides", "error"} == set(cell):
+            found[path.parent] = cell
+    return found

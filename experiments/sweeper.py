@@ -1,0 +1,197 @@
+"""Hydra's side of a grid: the sweeper that gives a launcher the cells in batches, and what a batch does there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Protocol
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from experiments.cells import Grid, one_thread_each
+from experiments.compose import Composer
+from experiments.errors import ConfigError
+from experiments.grid import NUM_BATCHES, batches, cells
+from experiments.messages import USER_ERRORS
+from experiments.progress import Progress
+
+_PLUGIN = "hydra_plugins.oledsim"  # Hydra makes sweepers of modules in this package only
+
+
+class Job(Protocol):
+    """What a command does for each configuration."""
+
+    program: str
+    run: Callable[[DictConfig], None]
+    grid: str
+
+
+@dataclass
+class GridSweeperConf:
+    """Keys of `hydra.sweeper`."""
+
+    _target_: str = f"{_PLUGIN}.GridSweeper"
+    num_batches: int = NUM_BATCHES  # most jobs that the launcher is given
+
+
+def register() -> None:
+    """Let Hydra find the sweeper, as `hydra/sweeper=grid`."""
+    sys.modules[_PLUGIN] = sys.modules[__name__]
+    ConfigStore.instance().store(group="hydra/sweeper", name="grid", node=GridSweeperConf, provider="oledsim")
+    Plugins.instance().register(GridSweeper)
+
+
+class GridSweeper(Sweeper):
+    """Every combination of the values on the command line, as a few jobs that run many cells each.
+
+    A job of a launcher costs a composed configuration, a message to another process and, on a cluster, a place in a
+    queue; and cells that run in one process one after the other share what they have in common.
+    """
+
+    __module__ = _PLUGIN
+
+    def __init__(self, num_batches: int) -> None:
+        self._num_batches = num_batches
+
+    def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
+        """Hydra's hook: keep what the sweep needs."""
+        self.hydra_context, self.config, self._job = hydra_context, config, task_function
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run the cells of a command line.
+
+        Raises:
+            HydraException, OmegaConfBaseException: a value cannot be used; nothing was run.
+            ConfigError: it cannot be launched so.
+        """
+        loader, config = self.hydra_context.config_loader, self.config
+        axes = _axes(OverridesParser.create(config_loader=loader).parse_overrides(arguments))
+        composer = Composer(loader, config)
+        _check(composer, axes)
+        found = cells(axes, lambda text: text.partition("=")[2])
+        parts = batches(found, self._num_batches)
+        directory = Path(config.hydra.sweep.dir).absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(config, directory / "multirun.yaml")
+        for left in directory.glob(".*.journal"):  # of a multirun that was killed
+            left.unlink(missing_ok=True)
+        grid = Grid(self._job.grid, directory / f".{self._job.grid}.journal", os.getpid())
+        varied = [key for key, values in axes.items() if len(values) > 1]
+        work = [
+            [(tuple(cell.values.values()), " ".join(cell.values[key] for key in varied)) for cell in part]
+            for part in parts
+        ]
+        batch = Batches(grid, self._job.run, work, loader, config)
+        with Progress(self._job.program, grid.journal, len(found)):
+            self._launch(batch, [list(part[0].values.values()) for part in parts])
+
+    def _launch(self, batch: Batches, overrides: list[list[str]]) -> None:
+        settings, name = self.config.hydra.launcher, self.config.hydra.runtime.choices["hydra/launcher"]
+        if "n_jobs" in settings and "batch_size" in settings:  # joblib
+            with read_write(settings):
+                settings.batch_size = 1  # of ours, which hold many cells
+                settings.n_jobs = _num_processes(settings.n_jobs, len(overrides))
+        try:
+            launcher = Plugins.instance().instantiate_launcher(self.hydra_context, batch, self.config)
+            with one_thread_each():
+                returned = launcher.launch(overrides, initial_job_idx=0)
+            for each in returned:
+                _ = each.return_value  # raises what the job raised
+        except USER_ERRORS:
+            raise
+        except Exception as error:  # a launcher can fail in any way; what a cell does wrong does not come here
+            text = " ".join(str(error).split())
+            raise ConfigError(f"hydra/launcher={name}: {type(error).__name__}: {text}") from error
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What launchers call: job number n runs the cells of batch n, wherever it is."""
+
+    grid: Grid
+    run: Callable[[DictConfig], None]
+    cells: Sequence[Sequence[tuple[tuple[str, ...], str]]]  # overrides and label, by batch
+    loader: ConfigLoader
+    master: DictConfig
+
+    def __call__(self, _: DictConfig) -> None:
+        """Run the cells of the job that Hydra is in."""
+        number = int(HydraConfig.get().job.num)
+        self.grid.enter_process()
+        composer = _composer_of(self)
+        first = sum(map(len, self.cells[:number]))
+        for index, (overrides, label) in enumerate(self.cells[number], first):
+            self._run_cell(composer, index, overrides, label)
+
+    def _run_cell(self, composer: Composer, index: int, overrides: Sequence[str], label: str) -> None:
+        config = composer.compose(overrides)
+        with open_dict(config.hydra):
+            config.hydra.job.num, config.hydra.job.id = index, str(index)
+        settings = HydraConfig.instance()
+        before = settings.cfg
+        settings.set_config(config)
+        try:
+            directory = Path(config.hydra.sweep.dir, config.hydra.sweep.subdir).absolute()
+            with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
+                config.hydra.runtime.output_dir = str(directory)
+            settings.set_config(config)  # which copies
+            directory.mkdir(parents=True, exist_ok=True)
+            own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+            outcome = self.grid.run(label, lambda: self.run(own))
+            self.grid.note(directory, overrides, outcome.error)
+        finally:
+            settings.cfg = before
+
+
+_composers: dict[str, Composer] = {}
+
+
+def _composer_of(batch: Batches) -> Composer:
+    """The one of this process and grid, so that batches share what they composed."""
+    if batch.grid.name not in _composers:
+        _composers.clear()
+        _composers[batch.grid.name] = Composer(batch.loader, batch.master)
+    return _composers[batch.grid.name]
+
+
+def _axes(overrides: Sequence[Override]) -> dict[str, list[str]]:
+    """The overrides of each key, as texts: one for each value that it is to have."""
+    axes: dict[str, list[str]] = {}
+    for override in overrides:
+        key = override.get_key_element()
+        if not override.is_sweep_override():
+            axes[key] = [str(override.input_line)]
+        elif override.is_discrete_sweep():
+            axes[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        else:
+            raise ConfigError(f"{override.input_line}: cannot be swept; must be values with commas, range() or glob()")
+    return axes
+
+
+def _check(composer: Composer, axes: dict[str, list[str]]) -> None:
+    """Compose each value of each key once with every choice of groups, so that mistakes are found before the work."""
+    groups = [key for key in axes if composer.is_group(key)]
+    for choice in product(*(axes[key] for key in groups)):
+        first = {key: values[0] for key, values in axes.items()} | dict(zip(groups, choice, strict=True))
+        composer.compose(list(first.values()))
+        for key in axes.keys() - set(groups):
+            for text in axes[key][1:]:
+                composer.compose(list((first | {key: text}).values()))
+
+
+def _num_processes(asked: int, num_batches: int) -> int:
+    from joblib import effective_n_jobs
+
+    return min(effective_n_jobs(asked), num_batches)
