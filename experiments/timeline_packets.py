@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import BinaryIO
 
 # Field numbers of perfetto/trace/*.proto
@@ -41,10 +42,22 @@ def _bytes(field: int, content: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(content)) + content
 
 
-_PACKET_KEY = _varint(_PACKET << 3 | 2)
-_TIMESTAMP_KEY = _varint(_TIMESTAMP << 3)
+_PACKET_KEY, _EVENT_KEY = _varint(_PACKET << 3 | 2), _varint(_TRACK_EVENT << 3 | 2)
+_TIMESTAMP_KEY, _VALUE_KEY = _varint(_TIMESTAMP << 3), _varint(_COUNTER_VALUE << 3)
 _SEQUENCE = _number(_SEQUENCE_ID, 1)
 _WITH_NAMES = _SEQUENCE + _number(_SEQUENCE_FLAGS, _NEEDS_STATE)
+
+
+@lru_cache(4096)
+def _event_of(kind: int, track: int) -> bytes:
+    """How an event of this type begins."""
+    return _number(_TYPE, kind) + _number(_TRACK_UUID, track)
+
+
+@lru_cache(65536)
+def _annotation(iid: int, value: int | str) -> bytes:
+    content = _number(_INT_VALUE, value) if isinstance(value, int) else _bytes(_STRING_VALUE, value.encode())
+    return _bytes(_DEBUG_ANNOTATIONS, _number(_ANNOTATION_NAME_IID, iid) + content)
 
 
 class TraceWriter:
@@ -82,19 +95,20 @@ class TraceWriter:
         """A slice begins, which `end` of the same track ends."""
         key = track, name
         if key not in self._heads:
-            iid = self._iid(_EVENT_NAMES, name)
-            self._heads[key] = _number(_TYPE, _SLICE_BEGIN) + _number(_TRACK_UUID, track) + _number(_NAME_IID, iid)
-        event = b"".join([self._heads[key], *map(self._annotation, arguments, arguments.values())])
+            named = _number(_NAME_IID, self._iid(_EVENT_NAMES, name))
+            self._heads[key] = _event_of(_SLICE_BEGIN, track) + named
+        event = self._heads[key]
+        for argument, value in arguments.items():
+            event += _annotation(self._iid(_ANNOTATION_NAMES, argument), value)
         self._event(time_ns, _WITH_NAMES, event)
 
     def end(self, track: int, time_ns: int) -> None:
         """The slice of this track that began last ends."""
-        self._event(time_ns, _SEQUENCE, _number(_TYPE, _SLICE_END) + _number(_TRACK_UUID, track))
+        self._event(time_ns, _SEQUENCE, _event_of(_SLICE_END, track))
 
     def count(self, track: int, time_ns: int, value: int) -> None:
         """A counter has this value from now on."""
-        sample = _number(_TYPE, _COUNTER_SAMPLE) + _number(_TRACK_UUID, track) + _number(_COUNTER_VALUE, value)
-        self._event(time_ns, _SEQUENCE, sample)
+        self._event(time_ns, _SEQUENCE, _event_of(_COUNTER_SAMPLE, track) + _VALUE_KEY + _varint(value))
 
     def _describe(self, name: str, parent: int, rank: int, counter: bytes) -> int:
         self._num_tracks += 1
@@ -104,11 +118,6 @@ class TraceWriter:
         descriptor += _number(_CHILD_ORDERING, _EXPLICIT) + _number(_SIBLING_ORDER_RANK, rank) + counter
         self._write(_SEQUENCE + _bytes(_TRACK_DESCRIPTOR, descriptor))
         return self._num_tracks
-
-    def _annotation(self, name: str, value: int | str) -> bytes:
-        content = _number(_INT_VALUE, value) if isinstance(value, int) else _bytes(_STRING_VALUE, value.encode())
-        iid = self._iid(_ANNOTATION_NAMES, name)
-        return _bytes(_DEBUG_ANNOTATIONS, _number(_ANNOTATION_NAME_IID, iid) + content)
 
     def _iid(self, kind: int, name: str) -> int:
         """Number of a name, which is written out once."""
@@ -120,7 +129,7 @@ class TraceWriter:
         return self._names[key]
 
     def _event(self, time_ns: int, head: bytes, event: bytes) -> None:
-        self._write(_TIMESTAMP_KEY + _varint(time_ns) + head + _bytes(_TRACK_EVENT, event))
+        self._write(_TIMESTAMP_KEY + _varint(time_ns) + head + _EVENT_KEY + _varint(len(event)) + event)
 
     def _write(self, packet: bytes) -> None:
         self._file.write(_PACKET_KEY + _varint(len(packet)) + packet)

@@ -24,7 +24,7 @@ class Prefetch(NamedTuple):
 class _Pool:
     """Slots of a layer, or of all layers where the pool is global."""
 
-    num_resident: int
+    num_resident: int = 0
     at_gate: int = 0  # residents when the gate of its running layer was read
     in_flight: int = 0  # prefetches
     promised: int = 0  # transfers of the running layer that will stay
@@ -68,7 +68,7 @@ class SlotCounter:
     def __init__(self, num_experts: int, is_global: bool, costs: Costs) -> None:
         self._num_experts, self._is_global, self._costs = num_experts, is_global, costs
         self._pools: dict[int, _Pool] = {}
-        self._held = 0  # by demand copies
+        self._num_taken = 0
         self._later: list[_Event] = []  # after the forwards so far
 
     def read(self, rows: Sequence[Execution], end_ns: int, prefetches: Sequence[Prefetch]) -> Iterator[tuple[int, int]]:
@@ -98,10 +98,6 @@ class SlotCounter:
             if (following is None or following.time_ns > event.time_ns) and self._num_taken != shown:
                 yield event.time_ns, (shown := self._num_taken)
 
-    @property
-    def _num_taken(self) -> int:
-        return sum(pool.num_resident + pool.in_flight for pool in self._pools.values()) + self._held
-
     def _pool(self, layer: int) -> int:
         return 0 if self._is_global else layer
 
@@ -111,18 +107,27 @@ class SlotCounter:
     def _begin(self, rows: Sequence[Execution], events: Sequence[_Event]) -> None:
         """What the pools hold when the forward begins: what they held, or what their gates will find."""
         if self._is_global:
-            self._pools.setdefault(0, _Pool(sum(row.num_resident for row in rows)))
+            if not self._pools:
+                self._add_pool(0, sum(row.num_resident for row in rows))
             return
         for row in rows:
             if row.layer in self._pools:
                 pool = self._pools[row.layer]
-                pool.num_resident = min(pool.num_resident, row.capacity - pool.in_flight)
+                self._set_resident(pool, min(pool.num_resident, row.capacity - pool.in_flight))
             else:
                 landed = sum(
                     event.pool == row.layer and event.kind == _Kind.LANDED and event.time_ns <= self._gate_ns(row)
                     for event in events
                 )
-                self._pools[row.layer] = _Pool(row.num_resident - landed)
+                self._add_pool(row.layer, row.num_resident - landed)
+
+    def _add_pool(self, pool: int, num_resident: int) -> None:
+        self._pools[pool] = _Pool()
+        self._set_resident(self._pools[pool], num_resident)
+
+    def _set_resident(self, pool: _Pool, num_resident: int) -> None:
+        self._num_taken += num_resident - pool.num_resident
+        pool.num_resident = num_resident
 
     def _events(self, row: Execution) -> Iterator[_Event]:
         """What a layer execution does to slots."""
@@ -146,28 +151,28 @@ class SlotCounter:
     def _apply(self, event: _Event, capacity: int) -> None:
         pool, num_slots = self._pools[event.pool], event.num_slots
         match event.kind:
-            case _Kind.LANDED:
+            case _Kind.LANDED:  # in the slot that it had taken
                 pool.in_flight -= 1
                 pool.num_resident += 1
             case _Kind.READ:
-                pool.num_resident -= num_slots
+                self._set_resident(pool, pool.num_resident - num_slots)
             case _Kind.RAN:
-                self._held -= num_slots
+                self._num_taken -= num_slots
             case _Kind.GATE:
                 if not self._is_global:
-                    pool.num_resident = num_slots
+                    self._set_resident(pool, num_slots)
                 pool.at_gate = pool.num_resident
             case _Kind.PLAN:
-                pool.num_resident -= pool.at_gate - num_slots
+                self._set_resident(pool, pool.num_resident - pool.at_gate + num_slots)
             case _Kind.PROMISED:
                 pool.promised += num_slots
-            case _Kind.ENTERED:
+            case _Kind.ENTERED:  # in the slots that their copies had taken
                 pool.promised -= num_slots
                 pool.num_resident += num_slots
-                self._held -= num_slots
             case _Kind.COPY:
-                self._held += 1
+                self._num_taken += 1
             case _Kind.PREFETCH:
-                if pool.num_resident + pool.in_flight + pool.promised >= capacity:
-                    pool.num_resident -= 1
+                is_full = pool.num_resident + pool.in_flight + pool.promised >= capacity
+                self._set_resident(pool, pool.num_resident - is_full)
                 pool.in_flight += 1
+                self._num_taken += 1
