@@ -18,6 +18,7 @@ from experiments.cells import cells_of
 from experiments.files import read_run, write_parquet
 from experiments.identity import asked, sources
 from experiments.policy import has_changed, label
+from experiments.ranking import read_forwards, with_differences
 from experiments.table import SECTION, format_table
 from policies.registry import POLICIES
 from tracer.exchange import put_back
@@ -79,7 +80,9 @@ def collect(sweep: Path, grid: str | None = None) -> Collected:
         run.summary | {"run": str(directory.relative_to(sweep))} | {key: column[row] for key, column in swept.items()}
         for row, (directory, run) in enumerate(runs.items())
     ]
-    return Collected(table_of(rows, list(swept)), list(swept), len(whole) - len(runs))
+    directories = list(runs)
+    ranked = with_differences(rows, lambda row: read_forwards(directories[row]), list(swept))
+    return Collected(table_of(ranked, list(swept)), list(swept), len(whole) - len(runs))
 
 
 def _is_current(manifest: Mapping[str, Any]) -> bool:

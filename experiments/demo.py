@@ -18,6 +18,7 @@ from experiments.collect import table_of, write_table
 from experiments.command import guarded
 from experiments.figures import plot_tpot, plot_utilization
 from experiments.identity import UNSIZED
+from experiments.ranking import with_differences
 from experiments.run import simulate
 from experiments.table import WIDTH, format_table
 from experiments.terminal import mend_streams
@@ -87,7 +88,8 @@ def simulate_grid(path: Path) -> pl.DataFrame:
     cells = [(policy, {}, size) for policy in POLICIES for size in (SIZES[:1] if policy in UNSIZED else SIZES)]
     cells += [("oled", FIXED, size) for size in SIZES]
     bar = tqdm(cells, unit="run", desc="simulating", disable=not sys.stderr.isatty(), leave=False)
-    return table_of(simulate(path, name, size, HARDWARE, knobs=knobs, shape=SHAPE).summary for name, knobs, size in bar)
+    results = [simulate(path, name, size, HARDWARE, knobs=knobs, shape=SHAPE) for name, knobs, size in bar]
+    return table_of(with_differences([result.summary for result in results], lambda row: results[row].forwards))
 
 
 def _step(*commands: str) -> None:

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
-from experiments.table import SECTION, describe
+from experiments.table import OVER_BEST, SECTION, describe
 from policies.registry import POLICIES
 
 
@@ -104,6 +104,11 @@ def _plot(table: pl.DataFrame, column: str, label: str, title: str, path: Path, 
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=ncols, frameon=False, handlelength=3, fontsize=9)
     paths = sized.group_by("misses", maintain_order=True).agg(pl.col("policy").unique(maintain_order=True))
     served = [f"misses {path}: {', '.join(policies)}" for path, policies in paths.iter_rows()]
+    if column == "tpot_ms" and _bounded(table).height:
+        served.append(
+            f"bars: 95 % interval (paired bootstrap over {table['num_requests'][0]} requests) of the difference to the "
+            "lowest TPOT at that size, bounds aside; a policy whose bar reaches that is not told apart from it"
+        )
     note = "; ".join([*describe(table.row(0, named=True)), *served])
     figure.supxlabel(textwrap.fill(note, 110, break_on_hyphens=False), x=0.01, ha="left", fontsize=7.5, color="0.3")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,6 +136,18 @@ def _draw(axes: Axes, points: pl.DataFrame, column: str, style: Style, nth: int)
         markeredgewidth=1.2 if nth else 0.5,
         label=name,
     )
+    bounded = _bounded(points) if column == "tpot_ms" else points.clear()
+    if bounded.height:
+        over, low, high = (bounded[name].to_numpy() for name in OVER_BEST)
+        size, height = bounded["slots_per_layer"], bounded[column]
+        axes.errorbar(size, height, [over - low, high - over], fmt="none", ecolor=style.color, elinewidth=1, capsize=4)
+
+
+def _bounded(rows: pl.DataFrame) -> pl.DataFrame:
+    """Rows that an interval says how far they are above the best of their size."""
+    if not set(OVER_BEST) <= set(rows.columns):
+        return rows.clear()
+    return rows.filter(pl.col(OVER_BEST[1]).is_not_null() & (pl.col(OVER_BEST[1]) < pl.col(OVER_BEST[2])))
 
 
 def style_of(policy: str) -> Style:

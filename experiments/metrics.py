@@ -22,11 +22,6 @@ Sums = Mapping[str, Any]  # by column: a number, or an array of many sums of the
 Counted = pl.DataFrame | Sums  # a table of forwards, or sums over its counted decode forwards
 
 
-def counted(forwards: pl.DataFrame) -> pl.DataFrame:
-    """Forwards that are not warm-up."""
-    return forwards.filter(~pl.col("warmup"))
-
-
 def counted_requests(forwards: pl.DataFrame) -> pl.DataFrame:
     """One row for each forward and request that is not warm-up, those included that share it with one that is."""
     lists = ["requests", "accepted", "request_warmup"]
@@ -35,7 +30,7 @@ def counted_requests(forwards: pl.DataFrame) -> pl.DataFrame:
 
 def decode(forwards: pl.DataFrame) -> pl.DataFrame:
     """Counted forwards that are not prefill."""
-    return counted(forwards).filter(pl.col("kind") != "prefill")
+    return forwards.filter(~pl.col("warmup") & (pl.col("kind") != "prefill"))
 
 
 def sums(forwards: pl.DataFrame) -> dict[str, float]:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import floor, log10
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import polars as pl
 
+from experiments.columns import UNITS, WIDTH, Column, byte_unit, laid_out, numbers, percents, total_width, wrap
+from experiments.intervals import FEWEST
 from experiments.profiles import names
 
-WIDTH = 80
 HASH_DIGITS = 8
 NEVER_VALIDATED = "from data sheets, never validated on this GPU"
 _KNOWN = {"datasheet": NEVER_VALIDATED, "roofline": "not measured at these sizes"}  # by provenance
 _DIGEST = re.compile("[0-9a-f]{64}")
-_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 # Rows that differ in one of these stand in tables of their own, as nothing but the caption tells them apart.
 SECTION = (
     "trace",
@@ -36,111 +33,172 @@ SECTION = (
     "calibration",
     "calibration_chosen",
 )
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column: two lines of heading and the cells as text.
-
-    `rank` says which columns go first where not all fit: those of the highest; 0 stays.
-    """
-
-    head: tuple[str, str]
-    cells: list[str]
-    rank: int = 0
-    is_text: bool = False
-
-    @property
-    def width(self) -> int:
-        """Characters of the widest line."""
-        return max(map(len, (*self.head, *self.cells)))
-
-    def lines(self) -> list[str]:
-        """Heading and cells, padded: text to the left, numbers to the right."""
-        pad: Callable[[str, int], str] = str.ljust if self.is_text else str.rjust
-        return [pad(text, self.width) for text in (*self.head, *self.cells)]
+_PATHS = ("pool", "misses")
+_ROW = ("slots_per_layer", "policy", "variant", *_PATHS)  # what a line is where times stand side by side
+# What a table of several runs says of each beside the best of its group; null where nothing was compared.
+OVER_BEST = ("over_best_ms", "over_best_low_ms", "over_best_high_ms")
+BEST, LIKE_BEST = "*", "≈"
 
 
 def format_table(table: pl.DataFrame, swept: Sequence[str] = (), width: int = WIDTH) -> str:
     """Lay out rows of results for a terminal.
+
+    Where one key of numbers was swept, each of its values has a column of times in one table, if a line has room for
+    all; else what was swept tells tables apart.
 
     Args:
         table: rows with the columns of a run's summary.
         swept: further columns that tell rows apart; they go to the captions.
         width: characters of a line; columns that do not fit are left out, from 110 on none are.
     """
-    keys = [key for key in (*SECTION, *swept) if key in table.columns]
-    sections = table.partition_by(keys, maintain_order=True, include_key=True) if keys else [table]
+    if len(swept) == 1 and table[swept[0]].dtype.is_numeric():
+        across = _side_by_side(table, swept[0], width)
+        if across is not None:
+            return across
+    return "\n\n".join(
+        "\n".join([wrap("; ".join(caption), width), "", *_section(section, width)])
+        for section, caption in _sections(table, (*SECTION, *swept), swept)
+    )
+
+
+def _sections(
+    table: pl.DataFrame, keys: Sequence[str], swept: Sequence[str] = (), across: str | None = None
+) -> list[tuple[pl.DataFrame, list[str]]]:
+    """Rows that are alike in these columns, and what they have in common."""
+    present = [key for key in keys if key in table.columns]
+    sections = table.partition_by(present, maintain_order=True, include_key=True) if present else [table]
     first = [section.row(0, named=True) for section in sections]
-    captions = [[*describe(row, swept), *_contents(row, first)] for row in first]
-    return "\n\n".join(_section(*parts, width) for parts in zip(sections, captions, strict=True))
+    captions = [[*describe(row, swept, across), *_contents(row, first, across)] for row in first]
+    for section, caption in zip(sections, captions, strict=True):
+        caption += [f"{key} {section[key][0]}" for key in _PATHS if section[key].n_unique() == 1]
+    return list(zip(sections, captions, strict=True))
 
 
-def _contents(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _contents(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], across: str | None) -> list[str]:
     """What tells a trace and a profile apart from others that bear the same name: of these rows, or of an own file."""
+    kinds: list[tuple[str, str, tuple[str, ...], bool]] = [("trace", "trace_hash", ("trace",), False)]
+    if across is None:  # else a table shows several profiles
+        is_own = row["hardware"] not in names("hardware")
+        kinds.append(("profile", "profile_hash", ("hardware", "hardware_changes"), is_own))
     parts = []
-    for what, digest, keys, may_change in (
-        ("trace", "trace_hash", ("trace",), False),
-        ("profile", "profile_hash", ("hardware", "hardware_changes"), row["hardware"] not in names("hardware")),
-    ):
+    for what, digest, keys, may_change in kinds:
         if may_change or len({other[digest] for other in rows if all(other[key] == row[key] for key in keys)}) > 1:
             parts.append(f"{what} content {row[digest][:HASH_DIGITS]}")
     return parts
 
 
-def _section(rows: pl.DataFrame, caption: Sequence[str], width: int) -> str:
-    variants = [variant for variant in rows["variant"].unique(maintain_order=True) if variant]
-    marks = {variant: f" [{i}]" for i, variant in enumerate(variants, 1)}
-    labels = [name + marks.get(variant, "") for name, variant in rows.select("policy", "variant").iter_rows()]
-    columns = [Column(("policy", ""), labels, is_text=True)]
-    constant = []
-    for key, rank in (("pool", 2), ("misses", 1)):
-        if rows[key].n_unique() == 1:
-            constant.append(f"{key} {rows[key][0]}")
-        else:
-            columns.append(Column((key, ""), rows[key].to_list(), rank, is_text=True))
-    unit = _byte_unit(rows["h2d_bytes"])
-    columns += [
-        Column(("slots", "/layer"), [str(value) for value in rows["slots_per_layer"]]),
-        Column(("TPOT", "ms"), _numbers(rows["tpot_ms"])),
-        Column(("TTFT", "ms"), _numbers(rows["ttft_ms"]), 4),
-        Column(("util.", "%"), _percents(rows["utilization"])),
-        Column(("util. %", "by slot"), _percents(rows["utilization_slot_weighted"]), 7),
-        Column(("hit", "%"), _percents(rows["hit_ratio"])),
-        Column(("token", "hit %"), _percents(rows["token_hit_ratio"]), 6),
-        Column(("eff.", "copy %"), _percents(rows["effective_transfer_ratio"]), 5),
-        Column(("H2D", unit), _numbers(rows["h2d_bytes"] / _UNITS[unit])),
-        Column(("stall", "ms"), _numbers(rows["exposed_stall_ms"]), 3),
+def _section(rows: pl.DataFrame, width: int) -> list[str]:
+    """Lines of one table."""
+    variants, unit = _variants(rows), byte_unit(rows["h2d_bytes"])
+    columns = [
+        *_leading(rows, variants),
+        Column(("TPOT", "ms"), _times(rows)),
+        Column(("TTFT", "ms"), numbers(rows["ttft_ms"]), 4),
+        Column(("util.", "%"), percents(rows["utilization"])),
+        Column(("util. %", "by slot"), percents(rows["utilization_slot_weighted"]), 7),
+        Column(("hit", "%"), percents(rows["hit_ratio"])),
+        Column(("token", "hit %"), percents(rows["token_hit_ratio"]), 6),
+        Column(("eff.", "copy %"), percents(rows["effective_transfer_ratio"]), 5),
+        Column(("H2D", unit), numbers(rows["h2d_bytes"] / UNITS[unit])),
+        Column(("stall", "ms"), numbers(rows["exposed_stall_ms"]), 3),
         Column(("decision", "hash"), [digest[:HASH_DIGITS] for digest in rows["decision_hash"]]),
     ]
-    columns = _fitting(columns, width)
-    head = _wrap("; ".join([*caption, *constant]), width, "")
-    lines = ["  ".join(parts).rstrip() for parts in zip(*(column.lines() for column in columns), strict=True)]
-    rule = "  ".join("-" * column.width for column in columns)
-    notes = [_wrap(f"[{i}] {variant}", width, "    ") for i, variant in enumerate(variants, 1)]
-    return "\n".join([head, "", *lines[:2], rule, *lines[2:], *notes, *_warnings(rows, labels, width)])
+    return [*laid_out(columns, width), *_below(rows, variants, width)]
 
 
-def _fitting(columns: Sequence[Column], width: int) -> list[Column]:
-    """The columns without those of highest rank that a line has no room for."""
-    kept = list(columns)
-    while sum(column.width + 2 for column in kept) - 2 > width and any(column.rank for column in kept):
-        kept.remove(max(kept, key=lambda column: column.rank))
-    return kept
+def _side_by_side(table: pl.DataFrame, key: str, width: int) -> str | None:
+    """Times in one column for each value of the key; None where a row would have two, or a line has not the room."""
+    follows = ("hardware_changes", "profile_hash") if key.startswith("hardware.") else ()
+    parts = []
+    for rows, caption in _sections(table, [name for name in SECTION if name not in follows], across=key):
+        if rows[key].null_count() or rows.select(*_ROW, key).is_duplicated().any():
+            return None
+        lines, variants = (
+            rows.select(_ROW).unique(maintain_order=True).sort(_ROW[0], maintain_order=True),
+            _variants(rows),
+        )
+        columns = _leading(lines, variants)
+        for value in rows[key].unique().sort():
+            of_value = rows.filter(pl.col(key) == value)
+            times = dict(zip(of_value.select(_ROW).iter_rows(), _times(of_value), strict=True))
+            columns.append(Column((_quantity(key, value), "ms"), [times.get(line, "") for line in lines.iter_rows()]))
+        if total_width(columns) > width:
+            return None
+        head = wrap("; ".join([*caption, f"TPOT by {key}"]), width)
+        parts.append("\n".join([head, "", *laid_out(columns, width), *_below(rows, variants, width)]))
+    return "\n\n".join(parts)
 
 
-def describe(row: Mapping[str, Any], swept: Sequence[str] = ()) -> list[str]:
-    """What a row's numbers come from: trace and its source, machine and how it is known, sizes, warm-up."""
+def _leading(rows: pl.DataFrame, variants: Sequence[str]) -> list[Column]:
+    """The columns that say what a row is."""
+    ranks = {"pool": 2, "misses": 1}
+    paths = [
+        Column((key, ""), rows[key].to_list(), ranks[key], is_text=True) for key in _PATHS if rows[key].n_unique() > 1
+    ]
+    slots = Column(("slots", "/layer"), [str(value) for value in rows["slots_per_layer"]])
+    return [Column(("policy", ""), _names(rows, variants), is_text=True), *paths, slots]
+
+
+def _variants(rows: pl.DataFrame) -> list[str]:
+    return [variant for variant in rows["variant"].unique(maintain_order=True) if variant]
+
+
+def _names(rows: pl.DataFrame, variants: Sequence[str]) -> list[str]:
+    """What each row is called: its policy, and the number of its variant."""
+    marks = {variant: f" [{i}]" for i, variant in enumerate(variants, 1)}
+    return [name + marks.get(variant, "") for name, variant in rows.select("policy", "variant").iter_rows()]
+
+
+def _times(rows: pl.DataFrame) -> list[str]:
+    """Times per token, with a mark before those of the best of their group and of those not told apart from it."""
+    times = numbers(rows["tpot_ms"])
+    if not set(OVER_BEST) <= set(rows.columns):
+        return times
+    return [_mark(*over) + time for over, time in zip(rows.select(OVER_BEST).iter_rows(), times, strict=True)]
+
+
+def _mark(over: float | None, low: float | None, high: float | None) -> str:
+    if over == low == high == 0:
+        return BEST
+    return LIKE_BEST if low is not None and high is not None and low <= 0 <= high else ""
+
+
+def _below(rows: pl.DataFrame, variants: Sequence[str], width: int) -> list[str]:
+    """What stands below a table: its marks, variants and warnings."""
+    notes = [f"[{i}] {variant}" for i, variant in enumerate(variants, 1)]
+    if OVER_BEST[0] in rows.columns and rows[OVER_BEST[0]].drop_nulls().len():
+        others = rows.filter(pl.col(OVER_BEST[0]) != 0)
+        like = f"{LIKE_BEST} not told apart from it by {rows['num_requests'][0]} requests (95 % interval, paired bootstrap)"
+        if others.height and others[OVER_BEST[1]].null_count() == others.height:
+            like = f"no intervals, which take {FEWEST} requests and result.parquet by forward"
+        notes.append(f"{BEST} lowest TPOT at its size, bounds aside; {like}")
+    return [*(wrap(note, width, "    ") for note in notes), *_warnings(rows, _names(rows, variants), width)]
+
+
+def _quantity(key: str, value: float) -> str:
+    return f"{value / 1e9:g} GB/s" if key.endswith("_bytes_per_s") else _plain(value)
+
+
+def describe(row: Mapping[str, Any], swept: Sequence[str] = (), across: str | None = None) -> list[str]:
+    """What a row's numbers come from: trace and its source, machine and how it is known, sizes, warm-up.
+
+    Args:
+        row: of a table.
+        swept: further columns that it names with their values.
+        across: key of the profile whose value is shown elsewhere.
+    """
     hardware = f"hardware {row['hardware']}"
     known = [text for text in (_KNOWN.get(row["provenance"]), "provisional" if row["provisional"] else None) if text]
     if known:
         hardware += f" ({', '.join(known)})"
-    if row["hardware_changes"] and not any(key.startswith("hardware.") for key in swept):
-        hardware += f" with {row['hardware_changes']}"
+    shown = [key.removeprefix("hardware.") for key in (*swept, across) if key]
+    changes = [change for change in row["hardware_changes"].split(", ") if change.partition("=")[0] not in shown]
+    if any(changes):
+        hardware += f" with {', '.join(changes)}"
     parts = [f"trace {row['trace']}", f"source {row['source']} ({_traced(row)})", hardware]
-    unit = _byte_unit(pl.Series([row["expert_bytes"]]))
+    unit = byte_unit([row["expert_bytes"]])
     sizes = f"{row['charged_hidden']} x {row['charged_expert_intermediate']}"
-    parts.append(f"experts charged at {sizes}, {row['expert_bytes'] / _UNITS[unit]:.3g} {unit}")
+    parts.append(f"experts charged at {sizes}, {row['expert_bytes'] / UNITS[unit]:.3g} {unit}")
     plural = "" if row["warmup"] == 1 else "s"
     parts.append(f"{row['warmup']} warm-up request{plural}")
     if row["calibration_chosen"]:
@@ -154,7 +212,7 @@ def _traced(row: Mapping[str, Any]) -> str:
     if row["training_minutes"] is not None:
         parts.append(f"trained {row['training_minutes']:g} minutes")
     if row["tokens_per_forward"] is not None:
-        parts.append(f"{row['tokens_per_forward']:.2f} tokens a forward")
+        parts.append(f"{row['tokens_per_forward']:.2f} tokens a counted forward")
     return ", ".join(parts)
 
 
@@ -174,27 +232,6 @@ def _warnings(rows: pl.DataFrame, labels: Sequence[str], width: int) -> list[str
             found.setdefault((label, text), []).append(slots)
     lines = []
     for (label, text), slots in found.items():
-        sizes = "" if len(slots) == labels.count(label) else f" at {', '.join(map(str, slots))} slots"
-        lines.append(_wrap(f"{label}{sizes}: {text}", width, "    "))
+        sizes = "" if len(slots) == labels.count(label) else f" at {', '.join(map(str, dict.fromkeys(slots)))} slots"
+        lines.append(wrap(f"{label}{sizes}: {text}", width, "    "))
     return lines
-
-
-def _wrap(text: str, width: int, indent: str) -> str:
-    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _numbers(values: pl.Series) -> list[str]:
-    """Values with equal decimals, so many that the largest has four digits; a null is a dash."""
-    largest = max((abs(value) for value in values if value is not None), default=0)
-    decimals = max(0, 3 - floor(log10(largest))) if largest else 0
-    return ["-" if value is None else f"{value:.{decimals}f}" for value in values]
-
-
-def _percents(ratios: pl.Series) -> list[str]:
-    return ["-" if ratio is None else f"{100 * ratio:.1f}" for ratio in ratios]
-
-
-def _byte_unit(values: pl.Series) -> str:
-    """The largest decimal unit that the largest value fills."""
-    largest = max((value for value in values if value is not None), default=0)
-    return [unit for unit, size in _UNITS.items() if size <= max(largest, 1)][-1]

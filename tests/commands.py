@@ -44,6 +44,8 @@ ROW = {
     "traced_hidden": 128,
     "training_minutes": 4.45,
     "tokens_per_forward": 5.5,
+    "num_requests": 9,
+    "clairvoyant": False,
     "warnings": [],
 }
 

@@ -110,3 +110,18 @@ def test_every_policy_looks_different():
     styles = [style_of(policy) for policy in POLICIES]
     assert len(set(styles)) == len(styles)
     assert style_of("one_of_the_users") == style_of("one_of_the_users")
+
+
+def test_bars_show_how_far_the_best_may_be(tmp_path, drawn):
+    bounds = {"lru": (5.0, 4.0, 7.0), "oled": (0.0, 0.0, 0.0), "ideal_min": (None, None, None)}
+    over = [bounds.get(policy, (None, None, None)) for policy in table()["policy"]]
+    names = ("over_best_ms", "over_best_low_ms", "over_best_high_ms")
+    columns = [pl.Series(name, values, pl.Float64) for name, values in zip(names, zip(*over, strict=True), strict=True)]
+    plot_tpot(table().with_columns(columns), tmp_path / "tpot.png")
+    (axes,) = drawn[0].axes
+    bars = [segment.tolist() for collection in axes.collections for segment in collection.get_segments()]
+    assert bars == [[[size, 100 / size - 1], [size, 100 / size + 2]] for size in (8, 16, 32)]
+    assert "not told apart" in " ".join(drawn[0].get_supxlabel().split())
+    plot_utilization(table().with_columns(columns), tmp_path / "utilization.png")
+    assert not drawn[1].axes[0].collections
+    assert "not told apart" not in " ".join(drawn[1].get_supxlabel().split())

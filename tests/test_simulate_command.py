@@ -76,7 +76,7 @@ def test_a_run_writes_four_files_and_prints_a_table(trace):
     assert manifest["overrides"][-1] == "policy=lru"
     caption, table, written = out.split("\n\n")
     assert written == "Written: out\n"
-    words = "trace small; source synthetic:tests (hidden 8, 1.23 tokens a forward); hardware rtx5090"
+    words = "trace small; source synthetic:tests (hidden 8, 1.23 tokens a counted forward); hardware rtx5090"
     assert words in " ".join(caption.split())
     assert "never validated on this GPU" in caption
     assert table.splitlines()[-1].split()[:2] == ["lru", "6"]
