@@ -13,6 +13,7 @@ from tracer.records import make_record
 from tracer.schema import WEIGHT_BITS, TraceError
 from tracer.store import TraceReader
 
+ENGINES = ("compiled", "des")
 DEFAULT_SLOTS = 40  # of each layer, where no size is given
 
 
@@ -27,6 +28,7 @@ class Arguments:
     warmup_requests: int
     calibration: str
     staging_slots: int | None
+    engine: str
     seed: int
     overwrite: bool
     per_layer: bool
@@ -61,6 +63,8 @@ def checked(given: Mapping[str, Any]) -> Arguments:
         )
     if arguments.expert_dtype is not None and arguments.expert_dtype not in WEIGHT_BITS:
         raise TraceError(f"expert_dtype is {arguments.expert_dtype!r}, allowed are {', '.join(WEIGHT_BITS)}")
+    if arguments.engine not in ENGINES:
+        raise ConfigError(f"engine is {arguments.engine!r}, must be one of {', '.join(ENGINES)}")
     if arguments.seed < 0:
         raise ConfigError(f"seed is {arguments.seed}, must be 0 or more")
     return arguments

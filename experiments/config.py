@@ -73,6 +73,7 @@ class Simulate:
     warmup_requests: int = 1
     calibration: str = "auto"  # shipped record of the traced model, else the warm-up requests; `warmup`; or a path
     staging_slots: int | None = None  # GPU slots beyond the cache; null is twice the transfer chunk
+    engine: str = "compiled"  # or des, the reference, which says the same and takes longer
     seed: int = 0
     output: Output = field(default_factory=Output)
 

@@ -23,9 +23,11 @@ from experiments.summary import summary_of
 from experiments.timeline import FORWARDS
 from experiments.timeline_run import timeline_of
 from policies.profile import HardwareProfile, estimates_of
-from simulator.des import simulate as simulate_events
+from simulator import compiled, des
 from tracer.schema import ModelShape
 from tracer.store import TraceReader
+
+_ENGINES = {"compiled": compiled.simulate, "des": des.simulate}
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,7 @@ def simulate(
     warmup_requests: int = 1,
     calibration: str = "auto",
     staging_slots: int | None = None,
+    engine: str = "compiled",
     seed: int = 0,
     output: str | Path | None = None,
     overwrite: bool = False,
@@ -84,6 +87,7 @@ def simulate(
         calibration: `auto`, the shipped record of the traced model, else the warm-up requests; `warmup`, these; or the
             path of a record.
         staging_slots: GPU slots beyond the cache for experts in transit; None is twice the transfer chunk.
+        engine: `compiled`, or `des`, the readable reference: the same results, event by event.
         seed: for policies that draw random numbers.
         output: directory for summary.json, result.parquet, decisions.parquet, manifest.json and timeline.pftrace, as
             far as they are asked for, all or none of them; it holds nothing else. A run there that was asked for the same is replaced.
@@ -120,7 +124,7 @@ def _run(setting: Setting, output: str | Path | None) -> Result:
     bar = tqdm(total=reader.num_passes, desc=name_of(setting.policy), unit="forward", disable=not shown)
     with RunFiles(output, given, run_manifest["config"]) as files, bar:
         timeline = timeline_of(setting, policy, slots, files.open(TIMELINE)) if given.timeline else None
-        chunks = simulate_events(
+        chunks = _ENGINES[given.engine](
             *(passes, policy, traced, slots, costs, estimates_of(costs)),
             staging_slots=setting.staging_slots,
             on_copy=timeline.add_copy if timeline else None,

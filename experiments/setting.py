@@ -64,6 +64,7 @@ class Setting:
                 "warmup_requests": given.warmup_requests,
                 "calibration": given.calibration,
                 "staging_slots": given.staging_slots,
+                "engine": given.engine,
                 "seed": given.seed,
                 "output": {
                     "per_layer": given.per_layer,

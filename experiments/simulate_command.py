@@ -60,6 +60,7 @@ def run(config: DictConfig) -> None:
         warmup_requests=config.warmup_requests,
         calibration=config.calibration,
         staging_slots=config.staging_slots,
+        engine=config.engine,
         seed=config.seed,
         output=directory,
         overwrite=config.output.overwrite,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
 
 from policies.contract import Estimates, Policy
 from policies.log import LogChunk
 from policies.profile import Costs
 from simulator import des
 from simulator.drive import drive
+from simulator.link import Copy
 from simulator.timing import staging_of, time
 from tracer.schema import ModelShape, Pass
 
@@ -23,6 +26,7 @@ def simulate(
     *,
     staging_slots: int | None = None,
     chunk_forwards: int = 256,
+    on_copy: Callable[[Copy], None] | None = None,
 ) -> Iterator[LogChunk]:
     """Run a policy over a trace in simulated time.
 
@@ -39,6 +43,7 @@ def simulate(
         estimates: what the policy believes an expert costs.
         staging_slots: slots beyond the cache for transfers; None is twice the transfer chunk.
         chunk_forwards: forwards in one stretch of the log.
+        on_copy: told of every copy to the GPU when it has landed, prefetches included, whose times the log lacks.
 
     Raises:
         ProfileError: fewer staging slots than a chunk of transfers has.
@@ -50,7 +55,21 @@ def simulate(
     staging = staging_of(costs, staging_slots)
     if policy.prefetches:
         return des.simulate(
-            passes, policy, shape, slots, costs, estimates, staging_slots=staging, chunk_forwards=chunk_forwards
+            *(passes, policy, shape, slots, costs, estimates),
+            staging_slots=staging,
+            chunk_forwards=chunk_forwards,
+            on_copy=on_copy,
         )
     decisions = drive(passes, policy, shape, slots, estimates, chunk_forwards=chunk_forwards)
-    return time(decisions, costs, staging)
+    chunks = time(decisions, costs, staging)
+    return chunks if on_copy is None else _telling(chunks, on_copy)
+
+
+def _telling(chunks: Iterable[LogChunk], on_copy: Callable[[Copy], None]) -> Iterator[LogChunk]:
+    for chunk in chunks:
+        layers, transfers = chunk.layers, chunk.layers.lists["transfers"]
+        of_layer = np.repeat(layers.scalars["layer"], transfers.lengths()).tolist()
+        times = (layers.lists[name].values.tolist() for name in ("transfer_start_ns", "transfer_end_ns"))
+        for layer, expert, start_ns, end_ns in zip(of_layer, transfers.values.tolist(), *times, strict=True):
+            on_copy(Copy(layer, expert, is_prefetch=False, start_ns=start_ns, end_ns=end_ns))
+        yield chunk
