@@ -21,7 +21,6 @@ from experiments.policy import has_changed, label
 from experiments.ranking import read_forwards, with_differences
 from experiments.table import SECTION, format_table
 from policies.registry import POLICIES
-from tracer.exchange import put_back
 
 _NAMED_BY_COLUMNS = ("policy", "trace", "hardware", "calibration", "cache.slots_per_layer")
 _NAMED_BY_GROUPS = ("policy.", "output.")  # knobs stand in the column variant; what a place is, no number depends on
@@ -41,13 +40,6 @@ def cell_name(root: DictConfig) -> str:
 
 # at import, so that the processes of a launcher know it too
 OmegaConf.register_new_resolver("cell_name", lambda *, _root_: cell_name(_root_), replace=True)
-
-
-def is_done(directory: Path, identity: str) -> bool:
-    """The directory holds the whole result of this very run."""
-    put_back(directory)
-    found = read_run(directory)
-    return found is not None and found.manifest.get("identity") == identity
 
 
 class Collected(NamedTuple):

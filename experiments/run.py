@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,27 @@ from tqdm import tqdm
 
 from experiments.arguments import checked
 from experiments.decision_log import Comparison
-from experiments.files import TIMELINE, RunFiles
+from experiments.files import TIMELINE, RunFiles, read_run
+from experiments.kept import Kept
+from experiments.lower_bound import LowerBound
 from experiments.manifest import manifest
 from experiments.policy import OwnPolicy, name_of
-from experiments.policy import built as built_policy
 from experiments.results import ForwardTable
 from experiments.setting import Setting, setting_of
 from experiments.summary import summary_of
 from experiments.timeline import FORWARDS
 from experiments.timeline_run import timeline_of
+from policies.contract import Policy
+from policies.log import LogChunk
 from policies.profile import HardwareProfile, estimates_of
 from simulator import compiled, des
+from simulator.link import Copy
+from simulator.timing import staging_of, time
+from tracer.exchange import put_back
 from tracer.schema import ModelShape
 from tracer.store import TraceReader
 
+NOTHING_KEPT = Kept(budget_bytes=0)
 _ENGINES = {"compiled": compiled.simulate, "des": des.simulate}
 
 
@@ -105,18 +112,52 @@ def simulate(
         TraceError, PolicyError, ProfileError: an argument is not what it must be; nothing is written.
         ConfigError: an argument is of another type, or `output` cannot take the results.
     """
-    given = checked(locals())
-    setting = setting_of(given, trace, policy, hardware, shape)
-    return _run(setting, output)
+    return run(locals(), NOTHING_KEPT)
 
 
-def _run(setting: Setting, output: str | Path | None) -> Result:
+def run(arguments: Mapping[str, Any], kept: Kept) -> Result:
+    """Run once, as `simulate` does.
+
+    Args:
+        arguments: all of `simulate`, by name.
+        kept: what this run may share with others of its process.
+
+    Raises:
+        TraceError, PolicyError, ProfileError, ConfigError: as `simulate` does.
+    """
+    return _run(_setting_of(arguments, kept), arguments["output"], kept)
+
+
+def run_unless_done(arguments: Mapping[str, Any], kept: Kept) -> Result | None:
+    """Run once, as `run` does, unless the whole result of this very run lies in `output` already: then None.
+
+    A run of a class or an object of the user's is never taken for done: what it did then cannot be told.
+    """
+    setting, output = _setting_of(arguments, kept), arguments["output"]
+    if output is not None and isinstance(setting.policy, str):
+        put_back(Path(output))
+        found = read_run(Path(output))
+        if found is not None and found.manifest.get("identity") == setting.identity(setting.config()):
+            return None
+    return _run(setting, output, kept)
+
+
+def _setting_of(arguments: Mapping[str, Any], kept: Kept) -> Setting:
+    named = (arguments[name] for name in ("trace", "policy", "hardware", "shape"))
+    return setting_of(checked(arguments), *named, kept)
+
+
+def _run(setting: Setting, output: str | Path | None, kept: Kept) -> Result:
     given, reader, traced, costs = setting.given, setting.reader, setting.traced, setting.costs
-    policy = built_policy(setting.policy, given.knobs, setting.context)
+    policy = kept.policy(setting)
     slots = setting.slots(policy)
-    passes = reader.passes(signals=policy.reads_signals and reader.has_signals)
     table = ForwardTable(
         traced.num_layers, traced.num_experts, given.warmup_requests, costs.policy_ns, policy.pool == "global"
+    )
+    fewest_key = reader, given.warmup_requests, slots if policy.sized else policy.name, setting.staging_slots
+    bound = LowerBound(
+        *(policy, traced.num_layers, traced.num_experts, given.warmup_requests, costs, setting.staging_slots),
+        num_misses=kept.fewest_misses.get(fewest_key),
     )
     compared = Comparison(policy)
     run_manifest = manifest(setting, policy)
@@ -124,20 +165,33 @@ def _run(setting: Setting, output: str | Path | None) -> Result:
     bar = tqdm(total=reader.num_passes, desc=name_of(setting.policy), unit="forward", disable=not shown)
     with RunFiles(output, given, run_manifest["config"]) as files, bar:
         timeline = timeline_of(setting, policy, slots, files.open(TIMELINE)) if given.timeline else None
-        chunks = _ENGINES[given.engine](
-            *(passes, policy, traced, slots, costs, estimates_of(costs)),
-            staging_slots=setting.staging_slots,
-            on_copy=timeline.add_copy if timeline else None,
-        )
-        takers = (table, compared, files, *([timeline] if timeline else ()))
+        chunks = _chunks(setting, policy, slots, kept, timeline.add_copy if timeline else None)
+        takers = (table, bound, compared, files, *([timeline] if timeline else ()))
         for chunk in chunks:
             for taker in takers:
                 taker.add(chunk)
             bar.update(len(chunk.forwards))
-        summary = summary_of(table, policy, setting)
+        kept.fewest_misses.put(fewest_key, bound.num_misses, 1)
+        summary = summary_of(table, policy, setting, bound)
         summary["warnings"] += compared.warnings
         if timeline:
             timeline.finish()
             summary["warnings"] += timeline.warnings
         files.finish(summary, run_manifest, table.frame())
     return Result(summary, table.frame(), run_manifest)
+
+
+def _chunks(
+    setting: Setting, policy: Policy, slots: int, kept: Kept, on_copy: Callable[[Copy], None] | None
+) -> Iterator[LogChunk]:
+    """The log of a run, of decisions that another run made where they are kept."""
+    costs, traced = setting.costs, setting.traced
+    if setting.given.engine == "compiled" and not policy.prefetches and on_copy is None:
+        staging = staging_of(costs, setting.staging_slots)
+        return time(kept.decisions(setting, policy, slots), costs, staging)
+    passes = kept.passes(setting.reader, policy.reads_signals and setting.reader.has_signals)
+    return _ENGINES[setting.given.engine](
+        *(passes, policy, traced, slots, costs, estimates_of(costs)),
+        staging_slots=setting.staging_slots,
+        on_copy=on_copy,
+    )

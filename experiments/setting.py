@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.arguments import Arguments
-from experiments.calibration import context_of
 from experiments.identity import asked, identity
 from experiments.policy import OwnPolicy, name_of
 from experiments.profiles import find_profile, find_shape, profile_hash
@@ -16,8 +15,10 @@ from policies.contract import Context, Policy, PolicyError
 from policies.profile import Costs, HardwareProfile, ProfileError
 from tracer.files import metadata_hash
 from tracer.schema import ModelShape, TraceError
-from tracer.shipped import find_trace
 from tracer.store import TraceReader
+
+if TYPE_CHECKING:
+    from experiments.kept import Kept
 
 GIB = 2**30
 
@@ -111,19 +112,20 @@ def setting_of(
     policy: str | OwnPolicy,
     hardware: str | Path | HardwareProfile,
     shape: str | ModelShape,
+    kept: Kept,
 ) -> Setting:
-    """Find what the arguments of `simulate` name.
+    """Find what the arguments of `simulate` name, among what earlier runs have found where that is kept.
 
     Raises:
         TraceError, PolicyError, ProfileError: one of them is not what it must be.
     """
-    reader = trace if isinstance(trace, TraceReader) else TraceReader(find_trace(str(trace)))
+    reader = kept.reader(trace)
     profile = find_profile(hardware)
     traced = reader.metadata.shape
     charged = find_shape(shape, traced)
     _check_warmup(given.warmup_requests, reader)
     costs = profile.costs(charged, charged.expert_bytes(given.expert_dtype), name_of(policy))
-    context, calibration = context_of(reader, given.warmup_requests, given.calibration, given.seed)
+    context, calibration = kept.context(reader, given.warmup_requests, given.calibration, given.seed)
     staging = 2 * costs.transfer_chunk if given.staging_slots is None else given.staging_slots
     if staging > (most := max(2 * costs.transfer_chunk, traced.num_layers * traced.num_experts)):
         raise ProfileError(f"staging_slots is {staging}, must be at most {most}, all experts of this trace")

@@ -12,17 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import collect
 from experiments import config as schema
-from experiments.calibration import context_of
 from experiments.cli import hydra_command
 from experiments.collect import shown, table_of
-from experiments.identity import identity
+from experiments.kept import of_this_process
 from experiments.keys import refuse_unknown
-from experiments.profiles import profile_hash
-from experiments.run import simulate
+from experiments.run import run_unless_done, simulate
 from experiments.table import format_table
-from tracer.files import metadata_hash
-from tracer.shipped import find_trace
-from tracer.store import TraceReader
+
+_PLAIN = ("expert_dtype", "warmup_requests", "calibration", "staging_slots", "engine", "seed")
 
 
 def main() -> None:
@@ -38,43 +35,30 @@ def run(config: DictConfig) -> None:
     overrides = list(settings.overrides.task)
     directory = Path(settings.runtime.output_dir)
     is_cell = settings.mode == RunMode.MULTIRUN
-    policy, knobs = schema.policy_of(config.policy, settings.runtime.choices["policy"])
-    reader = TraceReader(find_trace(config.trace))
-    profile = schema.hardware_of(config.hardware, overrides)
     record: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
     if config.output.decisions is None:
         record["output"]["decisions"] = not is_cell
-    _, calibration = context_of(reader, config.warmup_requests, config.calibration)
-    contents = metadata_hash(reader.metadata), profile_hash(profile), calibration
-    if is_cell and collect.is_done(directory, identity(record, *contents)):
+    policy, knobs = schema.policy_of(config.policy, settings.runtime.choices["policy"])
+    plain = {key: record[key] for key in _PLAIN}
+    arguments = plain | {
+        "trace": config.trace,
+        "policy": policy,
+        "knobs": knobs,
+        "hardware": schema.hardware_of(config.hardware, overrides),
+        "shape": schema.shape_of(config.shape),
+        "slots_per_layer": config.cache.slots_per_layer,
+        "cache_gib": config.cache.gib,
+        **{key: value for key, value in record["output"].items() if key != "dir"},
+        "output": directory,
+        "config": record,
+        "overrides": overrides,
+        "progress": not is_cell,
+    }
+    if is_cell:
+        run_unless_done(arguments, of_this_process())
         return
-    result = simulate(
-        reader,
-        policy,
-        config.cache.slots_per_layer,
-        profile,
-        cache_gib=config.cache.gib,
-        knobs=knobs,
-        shape=schema.shape_of(config.shape),
-        expert_dtype=config.expert_dtype,
-        warmup_requests=config.warmup_requests,
-        calibration=config.calibration,
-        staging_slots=config.staging_slots,
-        engine=config.engine,
-        seed=config.seed,
-        output=directory,
-        overwrite=config.output.overwrite,
-        per_layer=config.output.per_layer,
-        decisions=record["output"]["decisions"],
-        timeline=config.output.timeline,
-        timeline_from_forward=config.output.timeline_from_forward,
-        timeline_forwards=config.output.timeline_forwards,
-        config=record,
-        overrides=overrides,
-        progress=True,
-    )
-    if not is_cell:
-        print(f"{format_table(table_of([result.summary]))}\n\nWritten: {shown(directory)}")
+    result = simulate(**arguments)
+    print(f"{format_table(table_of([result.summary]))}\n\nWritten: {shown(directory)}")
 
 
 if __name__ == "__main__":

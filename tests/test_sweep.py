@@ -10,6 +10,7 @@ import pytest
 from commands import ROW, command
 from strategies import metadata_for, random_passes
 
+import experiments.run
 import experiments.simulate_command
 from experiments.collect import table_of
 from experiments.files import ALWAYS
@@ -34,11 +35,13 @@ def runs(tmp_path, monkeypatch):
     write_trace(Path("small.trace"))
     made = []
 
-    def counted(reader, policy, slots, *arguments, **options):
-        made.append((policy, slots))
-        return simulate(reader, policy, slots, *arguments, **options)
+    whole = experiments.run._run
 
-    monkeypatch.setattr(experiments.simulate_command, "simulate", counted)
+    def counted(setting, *arguments):
+        made.append((setting.policy, setting.given.slots_per_layer))
+        return whole(setting, *arguments)
+
+    monkeypatch.setattr(experiments.run, "_run", counted)
     return made
 
 
