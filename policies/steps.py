@@ -229,8 +229,11 @@ class ReadPasses:
         """
         if reads_signals and not self.has_signals:
             raise TraceError("the passes were read without signals, which this policy reads")
-        for pass_, forward in self._read:
-            yield pass_, forward if reads_signals else forward._replace(signals=None)
+        if reads_signals == self.has_signals:
+            yield from self._read
+        else:
+            for pass_, forward in self._read:
+                yield pass_, forward._replace(signals=None)
 
 
 def read_all(
@@ -284,6 +287,8 @@ def _at_positions(
 
 def _frozen(array: ArrayLike, dtype: Any) -> NDArray[Any]:
     # always contiguous and read-only: numba compiles anew for any other kind of array
-    view = np.ascontiguousarray(array, dtype).view()
-    view.flags.writeable = False
-    return view
+    kept = np.ascontiguousarray(array, dtype)
+    if kept.flags.writeable:
+        kept = kept.view()
+        kept.flags.writeable = False
+    return kept

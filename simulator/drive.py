@@ -162,10 +162,10 @@ class _Run:
                 self._ask(forward, rows)
             read.append(pass_)
             if len(read) == chunk_forwards:
-                yield self._cut(read, first)
+                yield self._cut(Forwards.of(read, first))
                 first, read = first + len(read), []
         if read:
-            yield self._cut(read, first)
+            yield self._cut(Forwards.of(read, first))
 
     def _ask(self, forward: Forward, rows: Rows) -> None:
         """Decide the layers of a forward with a policy that is called from Python."""
@@ -182,8 +182,7 @@ class _Run:
             residents.settle(layer, at_gate, plan)
         residents.boundary(end_of(forward))
 
-    def _cut(self, passes: list[Pass], first: int) -> Decisions:
+    def _cut(self, forwards: Forwards) -> Decisions:
         rows = self._buffer.cut()
-        forwards = Forwards.of(passes, first)
         num_free = self._num_slots - rows.numbers[NUM_STAYING]
         return Decisions(forwards, decided(forwards, rows), num_free, rows.numbers[NUM_FREED], rows.transfer_retained)
