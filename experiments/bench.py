@@ -14,6 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from experiments.bench_caches import caches_as_text, measure_caches
 from experiments.bench_decide import decisions_as_text, measure_decisions
 from experiments.command import guarded
 from experiments.terminal import mend_streams
@@ -55,7 +56,26 @@ def _parser() -> argparse.ArgumentParser:
         run=lambda given: measure_decisions(given.trace, given.slots, given.policy, given.forwards, given.repeats),
         show=decisions_as_text,
     )
+    _add_caches(commands)
     return parser
+
+
+def _add_caches(commands: Any) -> None:
+    text = "accesses per second of caches that serve experts one by one, beside libcachesim and moe-policylang"
+    caches = commands.add_parser("caches", help=text, description=text, allow_abbrev=False)
+    caches.add_argument("--trace", default="proxy-19x256-code", help="shipped name or path (default proxy-19x256-code)")
+    caches.add_argument(
+        "--slots", type=int, action="append", metavar="N", help="of each layer, repeatable (default 40 and 100)"
+    )
+    caches.add_argument(
+        "--forwards", type=_count, default=1200, metavar="N", help="of the synthetic stream (default 1200)"
+    )
+    caches.add_argument("--repeats", type=_count, default=5, metavar="N", help="of everything (default 5)")
+    caches.add_argument("--json", type=Path, metavar="FILE", help="where to write all that was measured")
+    caches.set_defaults(
+        run=lambda given: measure_caches(given.trace, given.slots or [40, 100], given.forwards, given.repeats),
+        show=caches_as_text,
+    )
 
 
 def _count(text: str) -> int:

@@ -30,10 +30,25 @@ def accesses(passes: Iterable[Pass], shape: ModelShape) -> NDArray[np.int32]:
 
 def by_layer(stream: NDArray[np.int32], shape: ModelShape) -> list[NDArray[np.int32]]:
     """The parts of a stream that belong to each layer, as experts of that layer: what a cache for each layer sees."""
-    layer = stream // shape.num_experts
-    order = np.argsort(layer, kind="stable")
-    ends = np.bincount(layer, minlength=shape.num_layers).cumsum()
-    return np.split(stream[order] % shape.num_experts, ends[:-1])
+    parts, ends = _split(stream, shape.num_layers, shape.num_experts)
+    return np.split(parts, ends[:-1])
+
+
+@jit
+def _split(stream, num_layers, num_experts):
+    """Experts of each layer, one layer behind the other, and where each ends."""
+    _check(stream, num_layers * num_experts, 1)
+    layer_of = np.arange(num_layers * num_experts) // num_experts  # a division for each access would take longer
+    counts = np.zeros(num_layers, np.int64)
+    for expert in stream:
+        counts[layer_of[expert]] += 1
+    ends = np.cumsum(counts)
+    parts, place = np.empty_like(stream), ends - counts
+    for expert in stream:
+        layer = layer_of[expert]
+        parts[place[layer]] = expert - layer * num_experts
+        place[layer] += 1
+    return parts, ends
 
 
 @jit
