@@ -16,7 +16,7 @@ from tqdm import tqdm
 from experiments.command import Parser, guarded
 from experiments.curves_files import CurveFiles
 from experiments.curves_plot import plot_curves
-from experiments.curves_points import Point, points_of, run_point
+from experiments.curves_points import points_of, run_point
 from experiments.curves_table import as_frame, as_text, facts_of
 from experiments.errors import ConfigError
 from experiments.terminal import mend_streams
@@ -134,7 +134,10 @@ def run(config: DictConfig) -> None:
             found = curves(watched, reader.metadata.shape, names, config.warmup_requests)
         facts = facts_of(reader, config.warmup_requests, found)
         frame = as_frame(found, facts)
-        frame = pl.concat([frame, *_run(points, reader, config, facts)])
+        rows = [
+            run_point(point, reader, config.hardware, config.shape, config.warmup_requests, facts) for point in points
+        ]
+        frame = pl.concat([frame, *rows])
         plot_curves(frame, files.partial / "curves.png")
         files.finish(frame)
     print(f"{as_text(frame)}\n\nWritten: {files.shown}")
@@ -148,13 +151,6 @@ def _names(text: str) -> list[str]:
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"curves={text}: must name one or more, each once")
     return names
-
-
-def _run(
-    points: Sequence[Point], reader: TraceReader, config: DictConfig, facts: dict[str, Any]
-) -> Iterator[pl.DataFrame]:
-    for point in tqdm(points, desc=PROGRAM, unit="run", disable=not (points and sys.stderr.isatty()), leave=False):
-        yield run_point(point, reader, config.hardware, config.shape, config.warmup_requests, facts)
 
 
 if __name__ == "__main__":
