@@ -20,13 +20,31 @@ ids = by_priority(np.array([True, False, True]), np.zeros(3)).tolist()
 stats = by_priority.stats
 print(ids, sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), stats.cache_path)
 """
+# the same function, called by a loop that is given it
+LOOP = """
+from policies.jit import jit
+from simulator.pointers import function_at
+@jit
+def ask(kind, addresses, members, priority):
+    return function_at(kind, addresses[0])(members, priority)
+"""
+LOOP_PROGRAM = """
+import numpy as np
+from policies.dispatch import by_priority
+from simulator.asking import ask
+from simulator.pointers import entry_of, pointer_to
+arguments = np.array([True, False, True]), np.zeros(3)
+ids = entry_of(ask, (pointer_to(by_priority, *arguments),), *arguments)(*arguments).tolist()
+stats = ask.stats
+print(ids, sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), stats.cache_path)
+"""
 
 
-def ran(root, setup="", **environment):
+def ran(root, setup="", program=PROGRAM, **environment):
     """Ids, compilations that were found and that were made, and the place of the cache."""
     environment = {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", **environment}
     finished = subprocess.run(
-        [sys.executable, "-c", setup + PROGRAM], cwd=root, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", setup + program], cwd=root, env=environment, capture_output=True, text=True, check=False
     )
     assert finished.returncode == 0, finished.stderr
     *ids, found, made, path = finished.stdout.rsplit(maxsplit=3)
@@ -50,9 +68,13 @@ def sources(tmp_path):
     root = Path(policies.__file__).parent.parent
     copy = tmp_path / "sources"
     shutil.copytree(root / "policies", copy / "policies", ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "tracer").mkdir()
+    for package in ("tracer", "simulator"):
+        (copy / package).mkdir()
     for name in ("__init__.py", "schema.py"):
         shutil.copy(root / "tracer" / name, copy / "tracer")
+    for name in ("__init__.py", "pointers.py"):
+        shutil.copy(root / "simulator" / name, copy / "simulator")
+    (copy / "simulator" / "asking.py").write_text(LOOP)
     return copy
 
 
@@ -72,6 +94,14 @@ def test_machine_code_is_that_of_the_sources(sources, tmp_path):
     third = ran(sources, **place)
     assert third[:3] == ("[1]", 0, 1)
     assert len({first[3], second[3], third[3]}) == 3
+
+
+def test_what_a_loop_is_given_is_that_of_the_sources(sources, tmp_path):
+    place = {"OLEDSIM_CACHE_DIR": str(tmp_path / "cache"), "program": LOOP_PROGRAM}
+    assert ran(sources, **place)[:3] == ("[0, 2]", 0, 1)
+    assert ran(sources, **place)[:3] == ("[0, 2]", 1, 0)
+    change_helper(sources)
+    assert ran(sources, **place)[:3] == ("[1]", 0, 1)
 
 
 def test_a_cache_can_be_moved(monkeypatch, tmp_path):
