@@ -15,7 +15,7 @@ from policies.priority import CONFIDENCE, GATE, LOAD
 from policies.steps import Forward, Steps
 from simulator.sizes import by_touch, empty_sizes
 from simulator.stacks import by_next_use, by_recency, by_signal, empty_stack, one_by_one
-from tracer.schema import ForwardKind, ModelShape, Pass, choices
+from tracer.schema import ForwardKind, ModelShape, Pass, TraceError, choices
 
 _ALONE = {"layer_adapt": False, "coop": False}
 # Each curve, and the policy and knobs whose hits it has at each size; none counts single accesses.
@@ -87,7 +87,7 @@ def curves(
 
     Raises:
         PolicyError: there is no such curve, or `confidence` is asked of a trace that does not know confidences.
-        TraceError: a pass is not of this shape.
+        TraceError: a pass is not of this shape, or passes that `ideal_min` needs twice can be read once.
     """
     for name in names:
         if name not in CURVES:
@@ -96,18 +96,21 @@ def curves(
     runs = {name: _run_of(name, shape, future) for name in names}
     steps = Steps(shape)
     seen: dict[int, None] = {}  # requests in order of appearance
-    num_forwards = 0
+    num_read = num_forwards = 0
     for pass_ in passes:
         forward = steps.read(pass_)
         seen |= dict.fromkeys(pass_.requests.tolist())
         warmup = set(list(seen)[:warmup_requests])
         counted = forward.kind != ForwardKind.PREFILL and warmup.isdisjoint(pass_.requests.tolist())
+        num_read += 1
         num_forwards += counted
         for name, run in runs.items():
             try:
                 run.add(forward, counted)
             except PolicyError as error:
                 raise PolicyError(f"curve {name}: pass {pass_.pass_id}: {error}") from error
+    if future is not None and num_read * shape.num_layers != future.offsets.size - 1:
+        raise TraceError("curve ideal_min reads the passes twice: they must be a list, a reader or the like")
     return {name: Curve(*run.counts(), num_forwards) for name, run in runs.items()}
 
 

@@ -10,7 +10,7 @@ from strategies import change, random_passes, traces
 from policies.contract import PolicyError
 from policies.driver import drive
 from simulator.curves import CURVES, curves
-from tracer.schema import ForwardKind
+from tracer.schema import ForwardKind, TraceError
 from tracer.shipped import find_trace
 from tracer.store import TraceReader
 
@@ -134,3 +134,10 @@ def test_what_is_not_a_curve_is_refused():
     shape, passes = random_passes(np.random.default_rng(1))
     with pytest.raises(PolicyError, match="curve 'lru_ids': not known; did you mean lru_id"):
         curves(passes, shape, ["lru_ids"])
+
+
+def test_passes_that_can_be_read_once_are_refused_where_the_future_is_needed():
+    shape, passes = random_passes(np.random.default_rng(1))
+    curves(iter(passes), shape, ["lru_id"])
+    with pytest.raises(TraceError, match="ideal_min reads the passes twice"):
+        curves(iter(passes), shape, ["ideal_min"])
