@@ -16,6 +16,24 @@ from tracer.schema import ForwardKind
 _KINDS = np.array([kind.name.lower() for kind in ForwardKind], dtype=object)
 
 
+class Warmup:
+    """The first requests of a run, in order of appearance, which are simulated but not counted."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._num_requests = num_requests
+        self._found: set[int] = set()
+
+    def of(self, forwards: Table) -> tuple[Ragged, NDArray[np.bool_]]:
+        """Of the next forwards of the run, which of their requests are warm-up, and which hold any that are."""
+        requests = forwards.lists["requests"]
+        for request in requests.values.tolist():
+            if len(self._found) == self._num_requests:
+                break
+            self._found.add(request)
+        is_warmup = np.isin(requests.values, list(self._found))
+        return Ragged(requests.offsets, is_warmup), np.logical_or.reduceat(is_warmup, requests.offsets[:-1])
+
+
 class ForwardTable:
     """Sums a log, chunk by chunk, into one row for each forward.
 
@@ -31,9 +49,8 @@ class ForwardTable:
     def __init__(
         self, num_layers: int, num_experts: int, warmup_requests: int, policy_ns: int, is_global: bool
     ) -> None:
-        self._num_layers, self._warmup_requests = num_layers, warmup_requests
+        self._num_layers, self._warmup = num_layers, Warmup(warmup_requests)
         self._policy_ns, self._is_global = policy_ns, is_global
-        self._warmup: set[int] = set()  # the first requests
         self._columns: list[dict[str, Any]] = []  # of each chunk, arrays and lists of lists
         # of each layer's last execution
         self._fate = np.zeros((num_layers, num_experts), np.int8)
@@ -46,9 +63,7 @@ class ForwardTable:
         layers, forwards = chunk.layers, chunk.forwards
         if not len(forwards):
             return
-        requests = forwards.lists["requests"]
-        request_warmup = self._request_warmup(requests)
-        warmup = np.logical_or.reduceat(request_warmup, requests.offsets[:-1])
+        request_warmup, warmup = self._warmup.of(forwards)
         self._hash.update(layers, np.repeat(~warmup, self._num_layers))
         scalars = forwards.scalars
         self._columns.append(
@@ -60,7 +75,7 @@ class ForwardTable:
                 **self._sums(layers),
                 "num_accepted": _row_sums(forwards.lists["accepted"]),
                 **forwards.lists,
-                "request_warmup": Ragged(requests.offsets, request_warmup),
+                "request_warmup": request_warmup,
             }
         )
 
@@ -78,19 +93,10 @@ class ForwardTable:
         """Hash of the decisions of the counted forwards so far."""
         return self._hash.hexdigest()
 
-    def _request_warmup(self, requests: Ragged) -> NDArray[np.bool_]:
-        """Which of the values are among the first requests of the run."""
-        for request in requests.values.tolist():
-            if len(self._warmup) == self._warmup_requests:
-                break
-            self._warmup.add(request)
-        return np.isin(requests.values, list(self._warmup))
-
     def _sums(self, layers: Table) -> dict[str, NDArray[Any]]:
         """Per-forward sums; each forward has one row for each layer, in order."""
         scalars, lists = layers.scalars, layers.lists
         num_hits, num_transfers, num_on_cpu = (lists[name].lengths() for name in ("hits", "transfers", "on_cpu"))
-        routed = scalars["hit_tokens"] + _row_sums(lists["transfer_loads"]) + _row_sums(lists["cpu_loads"])
         slots = scalars["capacity"] / self._num_layers if self._is_global else scalars["capacity"].astype(float)
         judged = (slots > 0) & (not self._is_global)
         promoted = scalars["num_promoted"]
@@ -98,7 +104,7 @@ class ForwardTable:
         columns = {
             "num_activated": scalars["num_activated"],
             "num_hits": num_hits,
-            "routed_tokens": routed,
+            "routed_tokens": routed_tokens(layers),
             "hit_tokens": scalars["hit_tokens"],
             "num_slots": slots,
             "utilization_sum": np.divide(num_hits, slots, out=np.zeros(len(slots)), where=judged),
@@ -138,6 +144,12 @@ class ForwardTable:
             self._fate,
             self._num_transfers,
         )
+
+
+def routed_tokens(layers: Table) -> NDArray[np.int64]:
+    """Token and expert pairs of each layer execution, [rows]."""
+    lists = layers.lists
+    return layers.scalars["hit_tokens"] + _row_sums(lists["transfer_loads"]) + _row_sums(lists["cpu_loads"])
 
 
 def _row_sums(column: Ragged) -> NDArray[np.int64]:

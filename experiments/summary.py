@@ -7,6 +7,7 @@ from typing import Any
 from experiments import metrics
 from experiments.acted import idle_mechanisms
 from experiments.calibration import warnings_of
+from experiments.lower_bound import LowerBound
 from experiments.profiles import changes_of, profile_hash
 from experiments.results import ForwardTable
 from experiments.setting import Setting
@@ -38,9 +39,11 @@ COLUMNS = (
 )
 
 
-def summary_of(table: ForwardTable, policy: Policy, setting: Setting) -> dict[str, Any]:
+def summary_of(table: ForwardTable, policy: Policy, setting: Setting, bound: LowerBound) -> dict[str, Any]:
     """One value for each of COLUMNS, in their order, and then the rest."""
     forwards, metadata = table.frame(), setting.reader.metadata
+    measured = metrics.measure(forwards, setting.costs.expert_bytes)
+    least_ms = bound.tpot_ms(measured["num_accepted"])
     given, profile, charged, costs = setting.given, setting.profile, setting.charged, setting.costs
     num_slots = round(forwards["num_slots"][0])  # of all layers; the sum never changes
     values = {
@@ -74,6 +77,8 @@ def summary_of(table: ForwardTable, policy: Policy, setting: Setting) -> dict[st
             *idle_mechanisms(policy, forwards),
             *warnings_of(setting.context, setting.reader, given.calibration),
         ],
-        **metrics.measure(forwards, costs.expert_bytes),
+        **measured,
+        "lower_bound_tpot_ms": least_ms,
+        "gap_to_lower_bound_ratio": measured["tpot_ms"] / least_ms - 1 if least_ms else None,
     }
     return {name: values[name] for name in COLUMNS} | values

@@ -49,7 +49,7 @@ def format_table(table: pl.DataFrame, swept: Sequence[str] = (), width: int = WI
     Args:
         table: rows with the columns of a run's summary.
         swept: further columns that tell rows apart; they go to the captions.
-        width: characters of a line; columns that do not fit are left out, from 110 on none are.
+        width: characters of a line; columns that do not fit are left out, from 120 on none are.
     """
     if len(swept) == 1 and table[swept[0]].dtype.is_numeric():
         across = _side_by_side(table, swept[0], width)
@@ -93,12 +93,13 @@ def _section(rows: pl.DataFrame, width: int) -> list[str]:
     columns = [
         *_leading(rows, variants),
         Column(("TPOT", "ms"), _times(rows)),
+        Column(("above", "bound %"), percents(rows["gap_to_lower_bound_ratio"]), 5),
         Column(("TTFT", "ms"), numbers(rows["ttft_ms"]), 4),
         Column(("util.", "%"), percents(rows["utilization"])),
-        Column(("util. %", "by slot"), percents(rows["utilization_slot_weighted"]), 7),
+        Column(("util. %", "by slot"), percents(rows["utilization_slot_weighted"]), 8),
         Column(("hit", "%"), percents(rows["hit_ratio"])),
-        Column(("token", "hit %"), percents(rows["token_hit_ratio"]), 6),
-        Column(("eff.", "copy %"), percents(rows["effective_transfer_ratio"]), 5),
+        Column(("token", "hit %"), percents(rows["token_hit_ratio"]), 7),
+        Column(("eff.", "copy %"), percents(rows["effective_transfer_ratio"]), 6),
         Column(("H2D", unit), numbers(rows["h2d_bytes"] / UNITS[unit])),
         Column(("stall", "ms"), numbers(rows["exposed_stall_ms"]), 3),
         Column(("decision", "hash"), [digest[:HASH_DIGITS] for digest in rows["decision_hash"]]),

@@ -45,6 +45,8 @@ ROW = {
     "training_minutes": 4.45,
     "tokens_per_forward": 5.5,
     "num_requests": 9,
+    "lower_bound_tpot_ms": 8.23,
+    "gap_to_lower_bound_ratio": 0.5,
     "clairvoyant": False,
     "warnings": [],
 }

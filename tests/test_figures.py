@@ -54,7 +54,7 @@ def test_time_by_size(tmp_path, drawn):
     assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 50
     (axes,) = drawn[0].axes
     lines = {line.get_label(): line for line in axes.lines}
-    assert list(lines) == ["lru", "oled", "ideal_min", "full", "ondemand"]
+    assert list(lines) == ["lru", "oled", "ideal_min", "full", "ondemand", "lower bound"]
     assert lines["lru"].get_xydata().tolist() == [[8, 12.5], [16, 6.25], [32, 3.125]]
     assert list(lines["full"].get_ydata()) == [2.0, 2.0]  # across the whole width
     assert axes.get_ylabel() == "time per output token, TPOT (ms), log scale"

@@ -252,12 +252,12 @@ ondemand: never acted"""
 
 def test_a_wider_table_shows_more_columns():
     rows = table_of([ROW])
-    widths = {width: format_table(rows, width=width).split("\n\n")[1].splitlines()[1] for width in (60, 66, 80, 110)}
+    widths = {width: format_table(rows, width=width).split("\n\n")[1].splitlines()[1] for width in (60, 66, 80, 120)}
     assert {width: head.split() for width, head in widths.items()} == {
         60: ["/layer", "ms", "%", "%", "GB", "ms", "hash"],
         66: ["/layer", "ms", "ms", "%", "%", "GB", "ms", "hash"],
-        80: ["/layer", "ms", "ms", "%", "%", "hit", "%", "copy", "%", "GB", "ms", "hash"],
-        110: ["/layer", "ms", "ms", "%", "by", "slot", "%", "hit", "%", "copy", "%", "GB", "ms", "hash"],
+        80: ["/layer", "ms", "bound", "%", "ms", "%", "%", "GB", "ms", "hash"],
+        120: ["/layer", "ms", "bound", "%", "ms", "%", "by", "slot", "%", "hit", "%", "copy", "%", "GB", "ms", "hash"],
     }
 
 
