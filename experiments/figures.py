@@ -79,13 +79,8 @@ def _plot(table: pl.DataFrame, column: str, label: str, title: str, path: Path, 
             continue
         nth = drawn[first["policy"]] = drawn.get(first["policy"], -1) + 1
         _draw(axes, points, column, style_of(first["policy"]), nth)
-    if column == "tpot_ms" and "lower_bound_tpot_ms" in sized.columns:
-        least = (
-            sized.group_by("slots_per_layer")
-            .agg(pl.col("lower_bound_tpot_ms").min())
-            .drop_nulls()
-            .sort("slots_per_layer")
-        )
+    if column == "tpot_ms" and sized["lower_bound_tpot_ms"].drop_nulls().len():
+        least = sized.group_by("slots_per_layer").agg(pl.col("lower_bound_tpot_ms").min()).drop_nulls().sort(pl.all())
         axes.plot(*least, color="0.6", linestyle=":", linewidth=1.2, label="lower bound", zorder=1)
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     axes.set_xlabel("cache size (expert slots for each MoE layer)")
