@@ -28,6 +28,11 @@ def curves() -> int | None:
     return _start("oled-curves", "experiments.curves")
 
 
+def calibrate() -> int | None:
+    """Entry point of `oled-calibrate`."""
+    return _start("oled-calibrate", "experiments.calibrate")
+
+
 def check_policy() -> int | None:
     """Entry point of `oled-check-policy`."""
     return _start("oled-check-policy", "experiments.check_policy")

@@ -140,6 +140,8 @@ class HardwareProfile:
     shapes: tuple[ShapeCosts, ...] = ()
     provisional: bool = False
     assumed: tuple[str, ...] = ()
+    cpu_kernel: str = ""  # with which experts on the CPU were measured; changes no time
+    fit_errors: Mapping[str, float] = field(default_factory=dict)  # of what was measured, as shares; changes no time
 
     def __post_init__(self) -> None:
         if self.provenance not in ("measured", "datasheet"):

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from policies.profile import ProfileError
+from replay.cpu_amx import HAS_AMX, TILE, tile_configurations
 from replay.cpu_kernel import HAS_BFLOAT16, MULTIPLE, most_threads, run_batch, use_threads
 from replay.cpu_onednn import OneDnn
 
 KERNELS = ("rows", "onednn")
+_TILES = tile_configurations()
 _ONE_AT_A_TIME = Lock()  # one of numba's thread pools ends the process when two threads enter it
 
 
@@ -44,6 +46,13 @@ def default_workers() -> int:
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
+def check_workers(num_workers: int) -> None:
+    """Refuse a number of workers that this process has no cores for."""
+    most = min(len(os.sched_getaffinity(0)), most_threads())
+    if not 1 <= num_workers <= most:
+        raise ProfileError(f"{num_workers} CPU workers: must be from 1 to {most}, the cores of this process")
+
+
 class CpuExperts:
     """Computes SwiGLU experts on worker threads, one batch at a time, without holding the interpreter lock.
 
@@ -65,9 +74,7 @@ class CpuExperts:
         self.num_workers = default_workers() if num_workers is None else num_workers
         if kernel not in KERNELS:
             raise ProfileError(f"CPU kernel {kernel!r}: allowed are {', '.join(KERNELS)}")
-        most = min(len(os.sched_getaffinity(0)), most_threads())
-        if not 1 <= self.num_workers <= most:
-            raise ProfileError(f"{self.num_workers} CPU workers: must be from 1 to {most}, the cores of this process")
+        check_workers(self.num_workers)
         if kernel == "rows" and (hidden % MULTIPLE or intermediate % MULTIPLE):
             raise ProfileError(f"CPU kernel rows: sizes {hidden} and {intermediate} must be multiples of {MULTIPLE}")
         self._asked: SimpleQueue[Batch | None] = SimpleQueue()
@@ -173,19 +180,24 @@ class _Scratch:
         self._up = np.empty_like(self._gate)
         self._middle = np.empty(self._gate.shape, np.uint16)
         self._wide = np.empty((num_rows, self._hidden), np.float32)
+        num_tiles = (
+            num_rows // 3 if HAS_AMX else 0
+        )  # each of more than four rows, and at most one of an expert not full
+        self._packed_x = np.zeros((num_tiles, self._hidden // 2, TILE), np.uint32)
+        self._packed_middle = np.zeros((num_tiles, self._intermediate // 2, TILE), np.uint32)
 
     def run(self, batch: Batch) -> None:
         if len(batch.rows) > len(self._numbers):
             self._make(2 * len(batch.rows))
         experts = np.array([expert.data_ptr() for expert in batch.experts])
         hidden, out = (x.view(torch.uint16).numpy() for x in (batch.hidden, batch.out))
-        scratch = (self._gate, self._up, self._middle, self._wide)
+        scratch = (self._gate, self._up, self._middle, self._wide, self._packed_x, self._packed_middle)
         with _ONE_AT_A_TIME:
-            run_batch(experts, batch.ends, batch.rows, self._numbers, hidden, *scratch, out)
+            run_batch(experts, batch.ends, batch.rows, self._numbers, hidden, *scratch, _TILES, out)
 
 
 def instructions() -> str:
-    """Which of the CPU's matrix instructions for bfloat16 the kernels can use, in words."""
-    amx = torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]  # has no public name
-    rows = "AVX-512 BF16" if HAS_BFLOAT16 else "no bfloat16 instructions, float32 arithmetic"
-    return f"rows: {rows}; onednn: {'AMX' if amx else 'no AMX'}"
+    """Which of the CPU's matrix instructions for bfloat16 the kernels use, in words."""
+    if HAS_AMX:
+        return "AMX"
+    return "no AMX, AVX-512 BF16" if HAS_BFLOAT16 else "no AMX and no AVX-512 BF16, float32 arithmetic"

@@ -1,6 +1,7 @@
 """Experts of a batch on the CPU, in bfloat16: every thread computes its share of the rows of all their matrices."""
 
-# pyright: reportCallIssue=false  # an intrinsic is called without its first argument
+# pyright: reportCallIssue=false
+# (an intrinsic is called without its first argument)
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from policies.jit import jit
+from replay.cpu_amx import HAS_AMX, tile_product
 
 _FEATURES = binding.get_host_cpu_features()
 _LANES = 16 if _FEATURES.get("avx512f") else 8  # of 32 bits, in one register
@@ -132,12 +134,71 @@ def _four_rows(weights, weight_stride, x, x_stride, x_rows, out, out_stride, num
             i += 1
 
 
+@jit
+def _by_tiles(load):
+    """Whether an expert's rows are computed by AMX, which takes as long for 16 of them as for one."""
+    return HAS_AMX and load > 4
+
+
+@jit
+def _silu(value):
+    return value / (np.float32(1) + np.exp(-value))
+
+
+@jit
+def _pack(x, x_rows, first, end, word, packed):
+    """Some words of up to 16 rows of x, a column for each row, into [.., 16] words."""
+    for k in range(word, min(word + 64, x.shape[1] // 2)):
+        for i in range(first, end):
+            low, high = np.uint32(x[x_rows[i], 2 * k]), np.uint32(x[x_rows[i], 2 * k + 1])
+            packed[k, i - first] = low | high << np.uint32(16)
+
+
+@jit
+def _hidden_tile(weights, matrix, x, configurations, first, end, row, packed_x, packed_middle):
+    """16 hidden activations of up to 16 tokens, from packed x to packed activations."""
+    gate, up = np.empty((16, 16), np.float32), np.empty((16, 16), np.float32)
+    stride = 2 * x.shape[1]
+    for start, into in ((weights, gate), (weights + matrix, up)):
+        tile_product(
+            configurations.ctypes.data + 64 * (end - first),
+            start + row * stride,
+            stride,
+            packed_x.ctypes.data,
+            into.ctypes.data,
+            x.shape[1] // 2,
+        )
+    for k in range(0, 16, 2):
+        for i in range(end - first):
+            low = np.uint32(_rounded(_silu(gate[k, i]) * up[k, i]))
+            high = np.uint32(_rounded(_silu(gate[k + 1, i]) * up[k + 1, i]))
+            packed_middle[(row + k) // 2, i] = low | high << np.uint32(16)
+
+
+@jit
+def _out_tile(weights, configurations, first, end, row, packed_middle, out):
+    """16 numbers of the output of up to 16 tokens, from packed activations."""
+    sums = np.empty((16, 16), np.float32)
+    stride = 4 * len(packed_middle)
+    tile_product(
+        configurations.ctypes.data + 64 * (end - first),
+        weights + row * stride,
+        stride,
+        packed_middle.ctypes.data,
+        sums.ctypes.data,
+        len(packed_middle),
+    )
+    for i in range(first, end):
+        for k in range(16):
+            out[i, row + k] = _rounded(sums[k, i - first])
+
+
 @partial(jit, parallel=True, nogil=True)
-def run_batch(experts, ends, x_rows, numbers, x, gate, up, middle, wide, out):
+def run_batch(experts, ends, x_rows, numbers, x, gate, up, middle, wide, packed_x, packed_middle, configurations, out):
     """SwiGLU of a batch of experts, each over its own rows of x.
 
     Threads share the rows of the matrices, not the experts: one expert alone is read by all of them, and none waits
-    for another's longer expert.
+    for another's longer expert. Experts of many rows go through AMX, where the CPU has it.
 
     Args:
         experts: address of each expert's weights, [J] int64: gate [M, H], up [M, H], down [H, M], bfloat16, in a row.
@@ -149,14 +210,38 @@ def run_batch(experts, ends, x_rows, numbers, x, gate, up, middle, wide, out):
         up: scratch, [N, M] float32.
         middle: scratch, [N, M] uint16.
         wide: scratch, [N, H] float32.
+        packed_x: scratch, [N / 3, H / 2, 16] uint32.
+        packed_middle: scratch, [N / 3, M / 2, 16] uint32.
+        configurations: what tiles are for each number of tokens, [17, 64] uint8.
         out: [N, H] bfloat16 as uint16, in the order of the batch.
     """
     hidden, intermediate = x.shape[1], gate.shape[1]
     matrix = 2 * hidden * intermediate  # bytes
+    first_tile = np.zeros(experts.size + 1, np.int64)  # of each expert's tokens
+    for job in range(experts.size):
+        load = ends[job] - (ends[job - 1] if job else 0)
+        first_tile[job + 1] = first_tile[job] + ((load + 15) // 16 if _by_tiles(load) else 0)
+    if HAS_AMX:
+        blocks = (hidden // 2 + 63) // 64
+        for item in prange(first_tile[-1] * blocks):
+            tile, word = item // blocks, item % blocks * 64
+            job = np.searchsorted(first_tile, tile, "right") - 1
+            first = (ends[job - 1] if job else 0) + 16 * (tile - first_tile[job])
+            _pack(x, x_rows, first, min(first + 16, ends[job]), word, packed_x[tile])
+
     steps = intermediate // 4
     for item in prange(experts.size * steps):
         job, row = item // steps, item % steps * 4
         first, end = ends[job - 1] if job else 0, ends[job]
+        if HAS_AMX and _by_tiles(end - first):
+            if row % 16 == 0:
+                for tile in range(first_tile[job], first_tile[job + 1]):
+                    start = first + 16 * (tile - first_tile[job])
+                    stop = min(start + 16, end)
+                    _hidden_tile(
+                        experts[job], matrix, x, configurations, start, stop, row, packed_x[tile], packed_middle[tile]
+                    )
+            continue
         for into, start in ((gate, experts[job]), (up, experts[job] + matrix)):
             _four_rows(
                 start + row * 2 * hidden,
@@ -172,11 +257,19 @@ def run_batch(experts, ends, x_rows, numbers, x, gate, up, middle, wide, out):
             )
         for i in range(first, end):
             for k in range(row, row + 4):
-                middle[i, k] = _rounded(gate[i, k] / (np.float32(1) + np.exp(-gate[i, k])) * up[i, k])
+                middle[i, k] = _rounded(_silu(gate[i, k]) * up[i, k])
+
     steps_out = hidden // 4
     for item in prange(experts.size * steps_out):
         job, row = item // steps_out, item % steps_out * 4
         first, end = ends[job - 1] if job else 0, ends[job]
+        if HAS_AMX and _by_tiles(end - first):
+            if row % 16 == 0:
+                for tile in range(first_tile[job], first_tile[job + 1]):
+                    start = first + 16 * (tile - first_tile[job])
+                    stop = min(start + 16, end)
+                    _out_tile(experts[job] + 2 * matrix, configurations, start, stop, row, packed_middle[tile], out)
+            continue
         _four_rows(
             experts[job] + 2 * matrix + row * 2 * intermediate,
             2 * intermediate,
@@ -209,7 +302,7 @@ def sum_words(words, parts):
 
 def most_threads() -> int:
     """Threads that batches can be given."""
-    return numba.config.NUMBA_NUM_THREADS  # pyright: ignore[reportPrivateImportUsage]
+    return numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
 
 
 def use_threads(count: int) -> None:

@@ -161,14 +161,17 @@ def test_presets(name):
     assert (profile.provenance == "datasheet") == bool(profile.assumed and not profile.shapes)
 
 
-def test_the_h200_preset_says_that_it_is_provisional_and_meets_its_probes():
+def test_the_h200_preset_is_measured_and_meets_the_probes_of_another_such_machine():
     profile = load_profile("h200")
-    assert profile.provisional
+    assert not profile.provisional
+    assert profile.cpu_kernel == "rows"
+    assert profile.fit_errors["h2d_max"] < 0.01
     for shape, copy_us, kernel_us in (("llada2.0-mini", 117, 165), ("llada2.0-flash", 458, 550)):
         sizes = load_shape(shape)
+        assert profile.provenance_at(sizes, sizes.expert_bytes()) == "measured"
         c = profile.costs(sizes, sizes.expert_bytes(), "lru")
-        assert copy_ns(c, False) / 1000 == pytest.approx(copy_us, abs=0.5)
-        assert kernel_ns(c, 60, 128) / 1000 == pytest.approx(kernel_us, abs=0.5)
+        assert copy_ns(c, False) / 1000 == pytest.approx(copy_us, rel=0.005)
+        assert kernel_ns(c, 60, 128) / 1000 == pytest.approx(kernel_us, rel=0.03)
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,8 @@ def test_numbers_of_numpy_and_whole_floats_are_what_they_say(trace):
 
 def test_the_summary_says_where_costs_come_from(trace):
     for hardware, dtype, provenance, caption in (
-        ("h200", None, "measured", "hardware h200 (provisional)"),
-        ("h200", "fp8", "roofline", "hardware h200 (not measured at these sizes, provisional)"),
+        ("h200", None, "measured", "hardware h200"),
+        ("h200", "fp8", "roofline", "hardware h200 (not measured at these sizes)"),
         ("rtx5090", None, "datasheet", "hardware rtx5090 (from data sheets, never validated on this GPU)"),
     ):
         summary = simulate(trace, "lru", 6, hardware, shape="llada2.0-mini", expert_dtype=dtype).summary

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tracer.llada2_config import LLaDA2Config
 
-_grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]  # private before 2.10
+grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]  # private before 2.10
 
 
 class Routing(NamedTuple):
@@ -144,8 +144,8 @@ class Experts(nn.Module):
 
     def _grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
         dtype = self._compute_dtype(rows)
-        gate, up = _grouped_mm(rows.to(dtype), self.w13.to(dtype).transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        return _grouped_mm(functional.silu(gate) * up, self.w2.to(dtype).transpose(1, 2), offs=ends)
+        gate, up = grouped_mm(rows.to(dtype), self.w13.to(dtype).transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        return grouped_mm(functional.silu(gate) * up, self.w2.to(dtype).transpose(1, 2), offs=ends)
 
     def _one_by_one(self, rows: Tensor, ends: Tensor) -> Tensor:
         outputs = []

@@ -1,0 +1,144 @@
+"""A hardware profile of what was measured, and notes to keep beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from policies.profile import HardwareProfile, Roofline, ShapeCosts
+from replay.calibrate import Measured, ShapeMeasured, in_us
+from replay.calibrate_link import MIB, Repeated
+
+_KERNELS_PER_LAYER = 10  # as the presets from data sheets count them
+_UNSEEN_FLOPS_PER_S = 1e15  # where more rows of an expert took the CPU no longer
+
+
+def profile_of(
+    measured: Measured, name: str, date: str, policy_ns: Mapping[str, float], policy_spread: float | None = None
+) -> HardwareProfile:
+    """The hardware profile of what was measured.
+
+    Costs that a profile has once, for all shapes, are the mean over shapes; slowdowns below 1 are noise, and are 1.
+
+    Args:
+        measured: on the machine.
+        name: of the profile.
+        date: of the measurement.
+        policy_ns: time of a decision by policy, with a `default` for the rest.
+        policy_spread: of these times over repeats, as a share; None where there are none.
+    """
+    shapes = measured.shapes
+    errors = {"h2d_mean": measured.pinned.mean_error, "h2d_max": measured.pinned.max_error}
+    if policy_spread is not None:
+        errors["policy_ns_spread"] = policy_spread
+    for i, found in enumerate(shapes):
+        for key, rate in (("n_ns", found.layer), ("g_ns", found.kernel), ("cpu", found.cpu)):
+            errors[f"shapes[{i}].{key}_mean"], errors[f"shapes[{i}].{key}_max"] = rate.mean_error, rate.max_error
+        errors[f"shapes[{i}].tail_ns_spread"] = found.tail.spread
+    profile = HardwareProfile(
+        name=name,
+        provenance="measured",
+        machine=measured.machine,
+        date=date,
+        h2d_latency_ns=round(measured.pinned.latency_ns),
+        h2d_bytes_per_s=_significant(measured.pinned.bytes_per_s),
+        h2d_pageable_bytes_per_s=_significant(measured.pageable.bytes_per_s),
+        cpu_workers=shapes[0].cpu.num_workers,
+        cpu_kernel=shapes[0].cpu.kernel,
+        gate_sync_ns=round(_mean([found.gate_sync.median_ns for found in shapes])),
+        cpu_roundtrip_ns=round(_mean([found.roundtrip.median_ns for found in shapes])),
+        policy_ns={policy: round(time_ns) for policy, time_ns in policy_ns.items()},
+        h2d_slowdown=round(max(1.0, _mean([found.slowdowns.h2d for found in shapes])), 3),
+        cpu_slowdown=round(max(1.0, _mean([found.slowdowns.cpu for found in shapes])), 3),
+        shapes=tuple(_shape_costs(found) for found in shapes),
+        assumed=("roofline.kernels_per_layer", "roofline.kernels_per_tail", *(() if policy_ns else ("policy_ns",))),
+        fit_errors={key: round(error, 4) for key, error in errors.items()},
+    )
+    return replace(profile, roofline=_roofline(measured, profile.shapes))
+
+
+def _shape_costs(found: ShapeMeasured) -> ShapeCosts:
+    a_ns, b_ns, c_ns = (round(value, 2) for value in found.layer.coefficients_ns)
+    start_ns, expert_ns, row_ns = (round(value, 2) for value in found.kernel.coefficients_ns)
+    return ShapeCosts(
+        hidden=found.shape.hidden,
+        expert_intermediate=found.shape.expert_intermediate,
+        expert_bytes=found.shape.expert_bytes("bfloat16"),
+        n_ns=(a_ns, b_ns, c_ns),
+        g_ns=(start_ns, expert_ns, row_ns),
+        cpu_a_ns=round(found.cpu.a_ns),
+        cpu_b0_ns=round(found.cpu.b0_ns),
+        cpu_b1_ns=round(found.cpu.b1_ns),
+        tail_ns=round(found.tail.median_ns),
+    )
+
+
+def _roofline(measured: Measured, costs: Sequence[ShapeCosts]) -> Roofline | None:
+    """Rates for shapes that were not measured, from the largest one that was.
+
+    What a layer takes beyond reading its weights is spread over its kernels. None where an expert more took no more time.
+    """
+    found, cost = max(zip(measured.shapes, costs, strict=True), key=lambda pair: pair[1].expert_bytes)
+    if not (cost.g_ns[1] and cost.cpu_b0_ns):  # nothing follows from what is lost in noise
+        return None
+    gpu_bytes_per_s = cost.expert_bytes * 1e9 / cost.g_ns[1]
+    # two operations for each weight of two bytes, at the shape where they show most
+    arithmetic = [each.cpu_b1_ns / each.expert_bytes for each in costs if each.cpu_b1_ns]
+    return Roofline(
+        gpu_bytes_per_s=_significant(gpu_bytes_per_s),
+        gpu_flops_per_s=_significant(measured.gpu_flops_per_s),
+        cpu_bytes_per_s=_significant(cost.expert_bytes * 1e9 / cost.cpu_b0_ns),
+        cpu_flops_per_s=_significant(1e9 / max(arithmetic)) if arithmetic else _UNSEEN_FLOPS_PER_S,
+        kernel_ns=round(max(0.0, cost.n_ns[0] - found.layer_bytes * 1e9 / gpu_bytes_per_s) / _KERNELS_PER_LAYER),
+        kernels_per_layer=_KERNELS_PER_LAYER,
+        cpu_start_ns=cost.cpu_a_ns,
+    )
+
+
+def _significant(value: float) -> float:
+    """Four digits, which is more than repeats agree on."""
+    return float(f"{value:.4g}")
+
+
+def notes_of(measured: Measured) -> list[str]:
+    """What was measured, in lines to stand beside the profile."""
+    lines = [
+        f"Host memory is read at {measured.read_bytes_per_s / 1e9:.1f} GB/s by all cores. "
+        f"Link while busy: {measured.link or 'no PCIe link'}.",
+        "Copies, us by MiB (spread between quartiles):",
+        *_table({f"{size / MIB:g}": time for size, time in measured.pinned.times.items()}),
+        "Pageable:",
+        *_table({f"{size / MIB:g}": time for size, time in measured.pageable.times.items()}),
+    ]
+    for found in measured.shapes:
+        cpu = found.cpu
+        lines += [
+            f"{found.shape.hidden}x{found.shape.expert_intermediate}, layer without routed experts, us by tokens+committed positions:",
+            *_table({f"{tokens}+{kv}": time for (tokens, kv), time in found.layer.times.items()}),
+            "Grouped kernel, us by experts:rows:",
+            *_table({f"{num}:{rows}": time for (num, rows), time in found.kernel.times.items()}),
+            f"CPU experts ({cpu.kernel}, {cpu.num_workers} workers), us by experts x rows of each:",
+            *_table({f"{num}x{load}": time for (num, load), time in cpu.times.items()}),
+            "GB/s of weights by kernel: "
+            + ", ".join(f"{kernel} {rate / 1e9:.1f}" for kernel, rate in cpu.by_kernel.items())
+            + "; by workers: "
+            + ", ".join(f"{workers} {rate / 1e9:.1f}" for workers, rate in cpu.by_workers.items()),
+            f"Ids to the host {in_us(found.gate_sync)}, rows back {in_us(found.roundtrip)}, "
+            f"while both run copies take {found.slowdowns.h2d:.2f} and CPU batches {found.slowdowns.cpu:.2f} times as long.",
+        ]
+    return lines
+
+
+def _table(times: Mapping[str, Repeated]) -> list[str]:
+    """Times in lines of at most 100 characters."""
+    cells = [f"{name} {time.median_ns / 1000:.1f} ({time.spread:.0%})" for name, time in times.items()]
+    lines = [""]
+    for cell in cells:
+        if len(lines[-1]) + len(cell) > 98:
+            lines.append("")
+        lines[-1] += f"  {cell}"
+    return lines
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
