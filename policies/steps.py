@@ -204,7 +204,7 @@ class ReadPasses:
     Args:
         passes: of the run, in order.
         shape: of the passes.
-        reads_signals: keep signals too, for policies that read them.
+        reads_signals: read signals too, which policies that read them then find ready.
 
     Raises:
         TraceError: a pass is not of this shape.
@@ -222,18 +222,14 @@ class ReadPasses:
         return len(self._read)
 
     def forwards(self, reads_signals: bool) -> Iterator[tuple[Pass, Forward]]:
-        """Each pass with what policies see of it, which has signals only for those that read them.
-
-        Raises:
-            TraceError: there are none, but some are to be read.
-        """
-        if reads_signals and not self.has_signals:
-            raise TraceError("the passes were read without signals, which this policy reads")
-        if reads_signals == self.has_signals:
-            yield from self._read
-        else:
-            for pass_, forward in self._read:
+        """Each pass with what policies see of it, with signals for those that read them."""
+        for pass_, forward in self._read:
+            if reads_signals and not self.has_signals:
+                yield pass_, forward._replace(signals=_signals_of(pass_))
+            elif self.has_signals and not reads_signals:
                 yield pass_, forward._replace(signals=None)
+            else:
+                yield pass_, forward
 
 
 def read_all(

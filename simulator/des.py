@@ -14,7 +14,7 @@ from policies.contract import Estimates, Plan, Policy, PolicyError, Step
 from policies.log import LogChunk, forward_builder, layer_builder
 from policies.profile import Costs, ProfileError, cpu_batch_ns, kernel_ns, layer_ns
 from policies.residents import Residents
-from policies.steps import Forward, Steps, end_of, step_at
+from policies.steps import Forward, end_of, read_all, step_at
 from simulator.clock import Clock, Moment, Stage
 from simulator.counts import Counts
 from simulator.link import Chunk, Copy, Link
@@ -107,9 +107,8 @@ class _Run:
         self._layers, self._forwards = layer_builder(), forward_builder()
 
     def log(self, passes: Iterable[Pass], chunk_forwards: int) -> Iterator[LogChunk]:
-        steps = Steps(self._shape, self._policy.reads_signals)
-        for pass_ in passes:
-            self._run_forward(pass_, steps.read(pass_))
+        for pass_, forward in read_all(passes, self._shape, self._policy.reads_signals):
+            self._run_forward(pass_, forward)
             if len(self._forwards) == chunk_forwards:
                 yield LogChunk(self._layers.build(), self._forwards.build())
         if len(self._forwards):

@@ -103,10 +103,19 @@ def write_row(rows, step, view, plan, num_resident):
 
 
 @jit
+def _num_true(mask):
+    total = 0
+    for layer in range(mask.shape[0]):
+        for expert in range(mask.shape[1]):
+            total += mask[layer, expert]
+    return total
+
+
+@jit
 def decide_forward(decide, boundary, place, addresses, params, state, forward, held, rows):
     """Decide the layers of a forward: a loop of PolicyLoop."""
     num_layers = held.resident.shape[0]
-    num_resident = held.resident.sum()
+    num_resident = _num_true(held.resident)
     for layer in range(num_layers):
         step = step_at(forward, layer)
         if place is not None:
@@ -133,8 +142,9 @@ def decide_forward(decide, boundary, place, addresses, params, state, forward, h
         if not is_movable(capacity, evictions, view):
             return None, None, moves
         for layer in range(num_layers):
-            for expert in range(held.resident.shape[1]):
-                held.resident[layer, expert] &= not evictions[layer, expert]
+            resident, evicted = held.resident[layer], evictions[layer]
+            for expert in range(resident.size):
+                resident[expert] &= not evicted[expert]
         held.capacity[:] = capacity
     return None, None, None
 

@@ -82,15 +82,16 @@ def is_movable(capacity, evictions, view):
         return False
     if capacity.sum() != view.capacity.sum() or capacity.min() < 0:
         return False
-    num_layers, num_experts = evictions.shape
     taken = np.zeros(capacity.size, np.int64)
-    for layer in range(num_layers):
-        pool = pool_of(capacity, layer)
-        for expert in range(num_experts):
-            resident, leaves = view.resident[layer, expert], evictions[layer, expert]
-            if leaves and not resident:
-                return False
-            taken[pool] += (resident and not leaves) or view.in_flight[layer, expert]
+    for layer in range(evictions.shape[0]):
+        resident, in_flight, evicted = view.resident[layer], view.in_flight[layer], evictions[layer]
+        is_wrong, num_taken = False, 0
+        for expert in range(evicted.size):  # a branch would be guessed wrongly often
+            is_wrong |= evicted[expert] & (not resident[expert])
+            num_taken += (resident[expert] & (not evicted[expert])) | in_flight[expert]
+        if is_wrong:
+            return False
+        taken[pool_of(capacity, layer)] += num_taken
     return (taken <= capacity).all()
 
 
@@ -106,12 +107,20 @@ class PolicyLoop:
         loop: compiled by `jit`.
         pointers: to the policy's functions.
         arguments: of the types of those of every call.
+        lacks: why a plan that prefetches is refused though it keeps to the contract, where the loop does so.
     """
 
     def __init__(
-        self, loop: Any, pointers: Pointers, policy: Policy, residents: Residents, shape: ModelShape, *arguments: Any
+        self,
+        loop: Any,
+        pointers: Pointers,
+        policy: Policy,
+        residents: Residents,
+        shape: ModelShape,
+        *arguments: Any,
+        lacks: str = "its decisions need an engine with a clock",
     ) -> None:
-        self._policy, self._residents, self._held = policy, residents, residents.held
+        self._policy, self._residents, self._held, self._lacks = policy, residents, residents.held, lacks
         blank = blank_forward(shape, policy.reads_signals)
         self._enter = entry_of(loop, pointers, policy.params, residents.state, blank, self._held, *arguments)
 
@@ -150,4 +159,4 @@ class PolicyLoop:
             check_place(placed, step, view)
         if plan is not None:
             check_plan(plan, step, view)
-        raise PolicyError(f"{self._policy.name} prefetches, so its decisions need an engine with a clock")
+        raise PolicyError(f"{self._policy.name} prefetches, so {self._lacks}")

@@ -122,6 +122,9 @@ def write_decision(rows, step, view, plan, transfers):
     rows.offsets[PREFETCHES, row + 1] = end
 
 
+_AHEAD = 16  # forwards for which room is made at once
+
+
 class RowBuffer:
     """Rows that grow before each forward, and are cut off as stretches of whole forwards.
 
@@ -137,8 +140,8 @@ class RowBuffer:
         # most of one layer execution, for each of COLUMNS_OF_LISTS
         most = (num_experts, num_experts, num_experts, pool_size, num_layers * num_experts if prefetches else 0)
         self._most = np.array(most) * num_layers + 1  # loops write one value further than a list is long
-        self._rows = _room(num_layers, self._most, self._is_timed)
-        self._num_sure = 0  # forwards for which there is room for sure
+        self._rows = _room(2 * _AHEAD * num_layers, 2 * _AHEAD * self._most, self._is_timed)
+        self._num_sure = 0  # forwards for which there is room, whatever they need
 
     def reserve(self) -> Rows:
         """The rows, with room for one more forward."""
@@ -147,13 +150,13 @@ class RowBuffer:
             size, room = int(rows.size[0]), rows.numbers.shape[1]
             ends = rows.offsets[:, size]
             lengths = np.array([getattr(rows, columns[0]).size for columns in COLUMNS_OF_LISTS])
-            is_short = ends + self._most > lengths
-            if size + self._num_layers > room or is_short.any():
-                room, lengths = 2 * room, np.where(is_short, 2 * (ends + self._most), lengths)
-                self._rows = _room(room, lengths, self._is_timed)
+            needed, needed_rows = ends + _AHEAD * self._most, size + _AHEAD * self._num_layers
+            if needed_rows > room or (needed > lengths).any():
+                lengths = np.where(needed > lengths, 2 * needed, lengths)
+                self._rows = _room(2 * needed_rows, lengths, self._is_timed)
                 for written, copied in zip(_written(rows), _written(self._rows, size, ends), strict=True):
                     copied[...] = written
-            self._num_sure = min((room - size) // self._num_layers, int(((lengths - ends) // self._most).min()))
+            self._num_sure = _AHEAD
         self._num_sure -= 1
         return self._rows
 
@@ -186,17 +189,18 @@ def _written(rows: Rows, size: int | None = None, ends: NDArray[np.int64] | None
 
 def _room(num_rows: int, lengths: NDArray[np.int64], is_timed: bool) -> Rows:
     num_timed = num_rows if is_timed else 0
+    lists: dict[str, Any] = {
+        name: np.zeros(length if is_timed or not name.endswith("_ns") else 0, _TYPES[name])
+        for columns, length in zip(COLUMNS_OF_LISTS, lengths.tolist(), strict=True)
+        for name in columns
+    }
     return Rows(
         size=np.zeros(1, np.int64),
         numbers=np.zeros((len(NUMBERS), num_rows), np.int32),
         times=np.zeros((len(TIMES), num_timed), np.int64),
         counts=np.zeros((len(PREFETCH_COUNTS), num_timed), np.int32),
         offsets=np.zeros((len(COLUMNS_OF_LISTS), num_rows + 1), np.int64),
-        **{
-            name: np.zeros(length if is_timed or not name.endswith("_ns") else 0, _TYPES[name])
-            for columns, length in zip(COLUMNS_OF_LISTS, lengths.tolist(), strict=True)
-            for name in columns
-        },
+        **lists,
     )
 
 
@@ -229,8 +233,8 @@ class Forwards:
 
     def table(self, start_ns: NDArray[np.int64], end_ns: NDArray[np.int64]) -> Table:
         """The forward table of the log, from when each forward starts and ends, [F]."""
-        times = {"start_ns": start_ns, "end_ns": end_ns}
-        return Table({name: times.get(name, self.scalars.get(name)) for name in FORWARD_COLUMNS}, self.lists)
+        scalars = {**self.scalars, "start_ns": start_ns, "end_ns": end_ns}
+        return Table({name: scalars[name] for name in FORWARD_COLUMNS}, self.lists)
 
 
 def decided(forwards: Forwards, rows: Rows) -> Table:

@@ -18,7 +18,6 @@ from simulator import compiled, des
 from simulator.drive import drive
 from simulator.loop import pointers_of
 from simulator.timing import time
-from tracer.schema import TraceError
 from tracer.shipped import find_trace
 from tracer.store import TraceReader
 
@@ -140,24 +139,19 @@ def test_copies_are_told_before_their_stretch():
 
 
 @pytest.mark.parametrize("name", ["oled", "hybrimoe"])
-def test_passes_read_once(name):
-    shape, passes = random_passes(np.random.default_rng(6), signals=True)
+@pytest.mark.parametrize("reads_signals", [True, False])
+@pytest.mark.parametrize("signals", [True, False])
+def test_passes_read_once(name, reads_signals, signals):
+    shape, passes = random_passes(np.random.default_rng(6), signals=signals)
     policy = built(name, {}, shape, passes)
     assert policy.reads_signals == (name == "hybrimoe")
-    read = ReadPasses(iter(passes), shape, reads_signals=True)
+    read = ReadPasses(iter(passes), shape, reads_signals)
     assert len(read) == len(list(read)) == len(passes)
     for engine in (compiled, des):
         run = (shape, 6 * shape.num_layers, make_costs(), ESTIMATES)
         expected = columns_of(engine.simulate(passes, policy, *run))
         assert columns_of(engine.simulate(read, policy, *run)) == expected
         assert columns_of(engine.simulate(read, policy, *run)) == expected
-
-
-def test_passes_read_without_signals():
-    shape, passes = random_passes(np.random.default_rng(6), signals=True)
-    policy = built("hybrimoe", {}, shape, passes)
-    with pytest.raises(TraceError, match="without signals"):
-        list(compiled.simulate(ReadPasses(passes, shape), policy, shape, 18, make_costs(), ESTIMATES))
 
 
 @each_policy
