@@ -23,6 +23,7 @@ from experiments.table import SECTION, format_table
 from policies.registry import POLICIES
 
 _NAMED_BY_COLUMNS = ("policy", "trace", "hardware", "calibration", "cache.slots_per_layer")
+_GIB = "cache.gib"
 _NAMED_BY_GROUPS = ("policy.", "output.")  # knobs stand in the column variant; what a place is, no number depends on
 
 
@@ -31,7 +32,11 @@ def cell_name(root: DictConfig) -> str:
 
     A cell that is run again meets its own result; sizes that a policy ignores share one directory.
     """
-    config = asked(OmegaConf.to_container(root))  # type: ignore[arg-type]
+    return name_of_cell(asked(OmegaConf.to_container(root)))  # type: ignore[arg-type]
+
+
+def name_of_cell(config: Mapping[str, Any]) -> str:
+    """Directory of a cell by what was asked for."""
     policy = label(config["policy"])
     size = [f"{value}{'gib' * (key == 'gib')}" for key, value in config.get("cache", {}).items()]
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:10]
@@ -67,14 +72,15 @@ def collect(sweep: Path, grid: str | None = None) -> Collected:
     found = {directory: read_run(directory) for directory in sorted(({sweep} | beside | own) - failed)}
     whole = {directory: run for directory, run in found.items() if run is not None}
     runs = {directory: run for directory, run in whole.items() if _is_current(run.manifest)}
-    swept = _swept([run.manifest for run in runs.values()])
+    columns = _swept([run.manifest for run in runs.values()])
+    swept = [key for key in columns if key != _GIB]  # slots say it
     rows = [
-        run.summary | {"run": str(directory.relative_to(sweep))} | {key: column[row] for key, column in swept.items()}
+        run.summary | {"run": str(directory.relative_to(sweep))} | {key: column[row] for key, column in columns.items()}
         for row, (directory, run) in enumerate(runs.items())
     ]
     directories = list(runs)
-    ranked = with_differences(rows, lambda row: read_forwards(directories[row]), list(swept))
-    return Collected(table_of(ranked, list(swept)), list(swept), len(whole) - len(runs))
+    ranked = with_differences(rows, lambda row: read_forwards(directories[row]), swept)
+    return Collected(table_of(ranked, swept), swept, len(whole) - len(runs))
 
 
 def _is_current(manifest: Mapping[str, Any]) -> bool:
@@ -128,13 +134,23 @@ def _swept(manifests: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     ]
     configs = [manifest["config"] for manifest in manifests]
     plain = {key for config in configs for key, value in config.items() if not isinstance(value, (Mapping, list))}
-    keys = plain.union(*given).difference(_NAMED_BY_COLUMNS)
+    keys = plain.union(*given, _varied_costs(configs), {_GIB}).difference(_NAMED_BY_COLUMNS)
     columns = {
         key: [_value(config, key, cell) for config, cell in zip(configs, given, strict=True)]
         for key in sorted(keys)
         if not key.startswith(_NAMED_BY_GROUPS)
     }
     return {key: _one_type(values) for key, values in columns.items() if len(set(map(str, values))) > 1}
+
+
+def _varied_costs(configs: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Numbers of the profile that differ between runs on machines of one name."""
+    found: dict[tuple[str, str], set[Any]] = {}
+    for profile in (config.get("hardware", {}) for config in configs):
+        for key, value in profile.items():
+            if isinstance(value, (int, float)):
+                found.setdefault((str(profile.get("name")), key), set()).add(value)
+    return {f"hardware.{key}" for (_, key), values in found.items() if len(values) > 1}
 
 
 def _value(config: Mapping[str, Any], key: str, given: Mapping[str, str]) -> Any:

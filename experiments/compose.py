@@ -27,7 +27,7 @@ class Composer:
     def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
         self._loader, self._master = loader, master
         self._composed: dict[tuple[str, ...], tuple[DictConfig, dict[str, str]]] = {}
-        self.is_group = cache(self._is_group)
+        self._groups = set(master.hydra.runtime.choices)
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """The configuration of one cell.
@@ -59,8 +59,9 @@ class Composer:
         is_own = key.partition(".")[0] != "hydra"
         return key if plain and is_own and not isinstance(override.value(), dict) and not self.is_group(key) else None
 
-    def _is_group(self, key: str) -> bool:
-        return bool(self._loader.get_group_options(key))
+    def is_group(self, key: str) -> bool:
+        """Whether a key chooses one of the files of a group, rather than a value."""
+        return key in self._groups
 
 
 @cache

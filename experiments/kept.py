@@ -47,10 +47,11 @@ class Shelf(Generic[Value]):
     def put(self, key: Hashable, value: Value, size: int) -> None:
         """Keep a value, in the place of those that were not used for longest; one that never fits is not kept."""
         self._held.pop(key, None)
+        if not self.has_room(size):
+            return
         while self._held and sum(held for _, held in self._held.values()) + size > self._room:
             del self._held[next(iter(self._held))]
-        if size <= self._room:
-            self._held[key] = value, size
+        self._held[key] = value, size
 
     def has_room(self, size: int) -> bool:
         """Whether a value of this size can be kept."""

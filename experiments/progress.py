@@ -21,12 +21,16 @@ class Progress:
         program: name at the head of lines.
         journal: to which finished cells add lines.
         num_cells: of the grid.
-        quiet: show neither bar nor lines.
+        has_bar: show a bar where stderr is a terminal.
+        has_lines: show a line for each cell where there is no bar.
     """
 
-    def __init__(self, program: str, journal: Path, num_cells: int, *, quiet: bool = False) -> None:
+    def __init__(
+        self, program: str, journal: Path, num_cells: int, *, has_bar: bool = True, has_lines: bool = True
+    ) -> None:
         self._program, self._journal, self._num_cells = program, journal, num_cells
-        self._is_quiet, self._has_bar = quiet, sys.stderr.isatty() and not quiet
+        self._has_bar = has_bar and sys.stderr.isatty()
+        self._has_lines = has_lines and not self._has_bar
         self._num_seen, self._offset = 0, 0
         self._tracebacks: dict[str, None] = {}
         self._is_over = threading.Event()
@@ -68,7 +72,7 @@ class Progress:
         self._bar.update()
         if outcome["traceback"] is not None:
             self._tracebacks.setdefault(outcome["traceback"])
-        if not self._has_bar and not self._is_quiet:
+        if self._has_lines:
             failed = " failed" if outcome["error"] is not None else ""
             print(
                 f"{self._program}: cell {self._num_seen} of {self._num_cells}{failed}: {outcome['label']}",

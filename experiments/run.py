@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,9 @@ def simulate(
     return run(locals(), NOTHING_KEPT)
 
 
+DEFAULTS = {name: entry.default for name, entry in signature(simulate).parameters.items() if name != "trace"}
+
+
 def run(arguments: Mapping[str, Any], kept: Kept) -> Result:
     """Run once, as `simulate` does.
 
@@ -125,7 +129,7 @@ def run(arguments: Mapping[str, Any], kept: Kept) -> Result:
     Raises:
         TraceError, PolicyError, ProfileError, ConfigError: as `simulate` does.
     """
-    return _run(_setting_of(arguments, kept), arguments["output"], kept)
+    return _run(setting_for(arguments, kept), arguments["output"], kept)
 
 
 def run_unless_done(arguments: Mapping[str, Any], kept: Kept) -> Result | None:
@@ -133,7 +137,7 @@ def run_unless_done(arguments: Mapping[str, Any], kept: Kept) -> Result | None:
 
     A run of a class or an object of the user's is never taken for done: what it did then cannot be told.
     """
-    setting, output = _setting_of(arguments, kept), arguments["output"]
+    setting, output = setting_for(arguments, kept), arguments["output"]
     if output is not None and isinstance(setting.policy, str):
         put_back(Path(output))
         found = read_run(Path(output))
@@ -142,7 +146,8 @@ def run_unless_done(arguments: Mapping[str, Any], kept: Kept) -> Result | None:
     return _run(setting, output, kept)
 
 
-def _setting_of(arguments: Mapping[str, Any], kept: Kept) -> Setting:
+def setting_for(arguments: Mapping[str, Any], kept: Kept) -> Setting:
+    """What a run with these arguments is made of."""
     named = (arguments[name] for name in ("trace", "policy", "hardware", "shape"))
     return setting_of(checked(arguments), *named, kept)
 
