@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from experiments.table import WIDTH, Column
+from experiments.columns import WIDTH, Column, laid_out, percents, wrap
 from simulator.curves import Curve
 from tracer.files import metadata_hash
 from tracer.statistics import training_minutes
@@ -102,18 +101,18 @@ def as_text(frame: pl.DataFrame, width: int = WIDTH) -> str:
     for column, title in (("hit_ratio", "hit ratio, %"), ("utilization", "cache utilization, %")):
         of = shown.partition_by("curve", maintain_order=True)
         columns = [Column(("slots", "/layer"), [str(size) for size in of[0]["slots_per_layer"]])]
-        columns += [Column(_in_two(rows["curve"][0]), _percents(rows[column])) for rows in of]
-        parts.append(f"{title}\n\n{_laid_out(columns)}")
+        columns += [Column(_in_two(rows["curve"][0]), percents(rows[column])) for rows in of]
+        parts.append("\n".join([title, "", *laid_out(columns, width)]))
     if points.height:
         columns = [
             Column(("points", ""), points["curve"].to_list(), is_text=True),
             Column(("misses", ""), points["misses"].to_list(), is_text=True),
             Column(("slots", "/layer"), [str(size) for size in points["slots_per_layer"]]),
-            Column(("hit", "%"), _percents(points["hit_ratio"])),
-            Column(("util.", "%"), _percents(points["utilization"])),
-            Column(("util. %", "by slot"), _percents(points["utilization_slot_weighted"])),
+            Column(("hit", "%"), percents(points["hit_ratio"])),
+            Column(("util.", "%"), percents(points["utilization"])),
+            Column(("util. %", "by slot"), percents(points["utilization_slot_weighted"])),
         ]
-        parts.append(_laid_out(columns))
+        parts.append("\n".join(laid_out(columns, width)))
     return "\n\n".join(parts)
 
 
@@ -131,19 +130,10 @@ def caption(row: Mapping[str, Any], width: int, *more: str) -> str:
         "curves: equal layers, misses h2d",
         *more,
     ]
-    return textwrap.fill("; ".join(parts), width, break_long_words=False, break_on_hyphens=False)
-
-
-def _laid_out(columns: Sequence[Column]) -> str:
-    lines = ["  ".join(parts).rstrip() for parts in zip(*(column.lines() for column in columns), strict=True)]
-    return "\n".join([*lines[:2], "  ".join("-" * column.width for column in columns), *lines[2:]])
+    return wrap("; ".join(parts), width)
 
 
 def _in_two(name: str) -> tuple[str, str]:
     """A name as the two lines of a heading."""
     first, _, rest = name.partition("_")
     return first, rest
-
-
-def _percents(ratios: pl.Series) -> list[str]:
-    return ["-" if ratio is None else f"{100 * ratio:.1f}" for ratio in ratios]
