@@ -50,7 +50,7 @@ def answer_of(pointer: Pointer) -> Any:
 
 
 @intrinsic
-def function_at(typingctx, kind, address):
+def _function_at(typingctx, kind, address):
     """In compiled code: the function of a Pointer, from its `kind`, passed as None, and its `address`.
 
     numba takes functions as arguments too, but then looks up their address, 90 us, in every call from Python.
@@ -65,6 +65,9 @@ def function_at(typingctx, kind, address):
         return made._getvalue()
 
     return function(kind, address), generate
+
+
+function_at: Any = _function_at  # what a type checker would take for a function of three arguments
 
 
 def entry_of(loop: Any, pointers: tuple[Pointer, ...], *arguments: Any) -> Callable[..., Any]:
