@@ -13,8 +13,14 @@ from statistics import median
 from time import monotonic
 from typing import Any
 
-import torch
 import yaml
+
+try:
+    import torch
+except ModuleNotFoundError:
+    raise SystemExit(
+        "oled-calibrate: error: PyTorch is not installed; in a checkout, pip install '.[replay]' brings it"
+    ) from None
 
 from experiments.bench_decide import measure_decisions
 from experiments.command import Parser, guarded

@@ -60,13 +60,13 @@ class CpuBatches:
     def __init__(self, hidden: int, intermediate: int, pool: HostPool) -> None:
         self.hidden, self.intermediate = hidden, intermediate
         self.expert_bytes = 6 * hidden * intermediate
-        self._pool = pool
+        self.pool = pool
 
     def batch(self, num_experts: int, load: int) -> Batch:
         """So many experts with so many rows each."""
         num_rows = num_experts * load
         return Batch(
-            [self._pool.take(self.expert_bytes) for _ in range(num_experts)],
+            [self.pool.take(self.expert_bytes) for _ in range(num_experts)],
             np.arange(1, num_experts + 1) * load,
             np.arange(num_rows) % load,
             torch.randn(load, self.hidden).to(torch.bfloat16),
@@ -156,9 +156,9 @@ def measure_slowdowns(
             alone.append(batches.time_ns(cpu, num_experts, load))
             count = max(4, int(0.7 * alone[-1] / copy_ns))  # most of them begin and end within the batch
             cpu.start(batches.batch(num_experts, load))
-            slowed += link.copies_ns([batches._pool.take(batches.expert_bytes) for _ in range(count)])
+            slowed += link.copies_ns([batches.pool.take(batches.expert_bytes) for _ in range(count)])
             cpu.wait()
-            sources = [batches._pool.take(batches.expert_bytes) for _ in range(2 * count)]
+            sources = [batches.pool.take(batches.expert_bytes) for _ in range(2 * count)]
             batch, ended = batches.batch(num_experts, load), []
             start = perf_counter_ns()
             cpu.start(batch)

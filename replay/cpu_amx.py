@@ -1,4 +1,4 @@
-"""Products of sixteen weight rows with up to sixteen tokens by AMX, on CPUs that have it."""
+"""Experts of many rows by AMX, on CPUs that have it: sixteen weight rows and up to sixteen tokens at a time."""
 
 # pyright: reportCallIssue=false
 # (an intrinsic is called without its first argument)
@@ -14,6 +14,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from policies.jit import jit
+from replay.cpu_numbers import rounded, silu
+
 TILE = 16  # rows of a tile, and its columns of 32 bits
 _REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18  # of arch_prctl in Linux: the state that tiles are kept in
 _ARCH_PRCTL = 158  # number of the system call
@@ -26,11 +29,14 @@ def _is_permitted() -> bool:
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
-HAS_AMX = bool(binding.get_host_cpu_features().get("amx-bf16")) and _is_permitted()
+CPU_HAS_AMX = bool(binding.get_host_cpu_features().get("amx-bf16"))  # to compile for, as the cache tells CPUs apart
+HAS_AMX = CPU_HAS_AMX and _is_permitted()  # to run
 
 
 def tile_configurations() -> np.ndarray:
-    """What the tiles are to be for 0 to 16 tokens, [17, 64] uint8: sums in tile 0, weights in 1, x in 2."""
+    """What the tiles are to be for 0 to 16 tokens, [17, 64] uint8: sums in tile 0, weights in 1, x in 2; none without AMX."""
+    if not HAS_AMX:
+        return np.zeros((0, 64), np.uint8)
     made = np.zeros((TILE + 1, 64), np.uint8)
     made[:, 0] = 1  # the palette that there is
     tokens = np.arange(TILE + 1)
@@ -49,7 +55,7 @@ def tile_product(typing_context, configuration, weights, weight_stride, x, out, 
     """
 
     def codegen(context, builder, _, arguments):
-        if not HAS_AMX:  # compiled, never called
+        if not CPU_HAS_AMX:  # compiled, never called
             return context.get_dummy_value()
         configuration, weights, weight_stride, x, out, num_words = arguments
         byte, i64 = ir.IntType(8), ir.IntType(64)
@@ -73,3 +79,51 @@ def tile_product(typing_context, configuration, weights, weight_stride, x, out, 
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), codegen
+
+
+@jit
+def pack(x, x_rows, first, end, word, packed):
+    """Some words of up to 16 rows of x, a column for each row, into [.., 16] words."""
+    for k in range(word, min(word + 64, x.shape[1] // 2)):
+        for i in range(first, end):
+            low, high = np.uint32(x[x_rows[i], 2 * k]), np.uint32(x[x_rows[i], 2 * k + 1])
+            packed[k, i - first] = low | high << np.uint32(16)
+
+
+@jit
+def hidden_tile(weights, matrix, x, configurations, first, end, row, packed_x, packed_middle):
+    """16 hidden activations of up to 16 tokens, from packed x to packed activations."""
+    gate, up = np.empty((16, 16), np.float32), np.empty((16, 16), np.float32)
+    stride = 2 * x.shape[1]
+    for start, into in ((weights, gate), (weights + matrix, up)):
+        tile_product(
+            configurations.ctypes.data + 64 * (end - first),
+            start + row * stride,
+            stride,
+            packed_x.ctypes.data,
+            into.ctypes.data,
+            x.shape[1] // 2,
+        )
+    for k in range(0, 16, 2):
+        for i in range(end - first):
+            low = np.uint32(rounded(silu(gate[k, i]) * up[k, i]))
+            high = np.uint32(rounded(silu(gate[k + 1, i]) * up[k + 1, i]))
+            packed_middle[(row + k) // 2, i] = low | high << np.uint32(16)
+
+
+@jit
+def out_tile(weights, configurations, first, end, row, packed_middle, out):
+    """16 numbers of the output of up to 16 tokens, from packed activations."""
+    sums = np.empty((16, 16), np.float32)
+    stride = 4 * len(packed_middle)
+    tile_product(
+        configurations.ctypes.data + 64 * (end - first),
+        weights + row * stride,
+        stride,
+        packed_middle.ctypes.data,
+        sums.ctypes.data,
+        len(packed_middle),
+    )
+    for i in range(first, end):
+        for k in range(16):
+            out[i, row + k] = rounded(sums[k, i - first])

@@ -15,7 +15,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from policies.jit import jit
-from replay.cpu_amx import HAS_AMX, tile_product
+from replay.cpu_amx import hidden_tile, out_tile, pack
+from replay.cpu_numbers import rounded, silu
 
 _FEATURES = binding.get_host_cpu_features()
 _LANES = 16 if _FEATURES.get("avx512f") else 8  # of 32 bits, in one register
@@ -97,23 +98,6 @@ def _multiply_add(builder, total, weight, x):
     return total
 
 
-@intrinsic
-def _bits(typing_context, value):
-    """The 32 bits of a float32."""
-
-    def codegen(context, builder, _, arguments):
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
-
-
-@jit
-def _rounded(value):
-    """Nearest bfloat16 of a float32, ties to even, as its 16 bits."""
-    bits = _bits(np.float32(value))
-    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-
-
 @jit
 def _four_rows(weights, weight_stride, x, x_stride, x_rows, out, out_stride, num_words, first, end):
     """Dot products of four weight rows with rows `first` to `end` of a batch."""
@@ -132,65 +116,6 @@ def _four_rows(weights, weight_stride, x, x_stride, x_rows, out, out_stride, num
         else:
             _dot_tile(weights, weight_stride, x, x_stride, rows, place, out_stride, num_words, 4, 1)
             i += 1
-
-
-@jit
-def _by_tiles(load):
-    """Whether an expert's rows are computed by AMX, which takes as long for 16 of them as for one."""
-    return HAS_AMX and load > 4
-
-
-@jit
-def _silu(value):
-    return value / (np.float32(1) + np.exp(-value))
-
-
-@jit
-def _pack(x, x_rows, first, end, word, packed):
-    """Some words of up to 16 rows of x, a column for each row, into [.., 16] words."""
-    for k in range(word, min(word + 64, x.shape[1] // 2)):
-        for i in range(first, end):
-            low, high = np.uint32(x[x_rows[i], 2 * k]), np.uint32(x[x_rows[i], 2 * k + 1])
-            packed[k, i - first] = low | high << np.uint32(16)
-
-
-@jit
-def _hidden_tile(weights, matrix, x, configurations, first, end, row, packed_x, packed_middle):
-    """16 hidden activations of up to 16 tokens, from packed x to packed activations."""
-    gate, up = np.empty((16, 16), np.float32), np.empty((16, 16), np.float32)
-    stride = 2 * x.shape[1]
-    for start, into in ((weights, gate), (weights + matrix, up)):
-        tile_product(
-            configurations.ctypes.data + 64 * (end - first),
-            start + row * stride,
-            stride,
-            packed_x.ctypes.data,
-            into.ctypes.data,
-            x.shape[1] // 2,
-        )
-    for k in range(0, 16, 2):
-        for i in range(end - first):
-            low = np.uint32(_rounded(_silu(gate[k, i]) * up[k, i]))
-            high = np.uint32(_rounded(_silu(gate[k + 1, i]) * up[k + 1, i]))
-            packed_middle[(row + k) // 2, i] = low | high << np.uint32(16)
-
-
-@jit
-def _out_tile(weights, configurations, first, end, row, packed_middle, out):
-    """16 numbers of the output of up to 16 tokens, from packed activations."""
-    sums = np.empty((16, 16), np.float32)
-    stride = 4 * len(packed_middle)
-    tile_product(
-        configurations.ctypes.data + 64 * (end - first),
-        weights + row * stride,
-        stride,
-        packed_middle.ctypes.data,
-        sums.ctypes.data,
-        len(packed_middle),
-    )
-    for i in range(first, end):
-        for k in range(16):
-            out[i, row + k] = _rounded(sums[k, i - first])
 
 
 @partial(jit, parallel=True, nogil=True)
@@ -212,33 +137,34 @@ def run_batch(experts, ends, x_rows, numbers, x, gate, up, middle, wide, packed_
         wide: scratch, [N, H] float32.
         packed_x: scratch, [N / 3, H / 2, 16] uint32.
         packed_middle: scratch, [N / 3, M / 2, 16] uint32.
-        configurations: what tiles are for each number of tokens, [17, 64] uint8.
+        configurations: what tiles are for each number of tokens, [17, 64] uint8; none without AMX.
         out: [N, H] bfloat16 as uint16, in the order of the batch.
     """
     hidden, intermediate = x.shape[1], gate.shape[1]
     matrix = 2 * hidden * intermediate  # bytes
+    least = 5 if len(configurations) else max(1, len(numbers)) + 1  # rows of an expert whose tiles are worth packing
     first_tile = np.zeros(experts.size + 1, np.int64)  # of each expert's tokens
     for job in range(experts.size):
         load = ends[job] - (ends[job - 1] if job else 0)
-        first_tile[job + 1] = first_tile[job] + ((load + 15) // 16 if _by_tiles(load) else 0)
-    if HAS_AMX:
+        first_tile[job + 1] = first_tile[job] + ((load + 15) // 16 if load >= least else 0)
+    if first_tile[-1]:
         blocks = (hidden // 2 + 63) // 64
         for item in prange(first_tile[-1] * blocks):
             tile, word = item // blocks, item % blocks * 64
             job = np.searchsorted(first_tile, tile, "right") - 1
             first = (ends[job - 1] if job else 0) + 16 * (tile - first_tile[job])
-            _pack(x, x_rows, first, min(first + 16, ends[job]), word, packed_x[tile])
+            pack(x, x_rows, first, min(first + 16, ends[job]), word, packed_x[tile])
 
     steps = intermediate // 4
     for item in prange(experts.size * steps):
         job, row = item // steps, item % steps * 4
         first, end = ends[job - 1] if job else 0, ends[job]
-        if HAS_AMX and _by_tiles(end - first):
+        if end - first >= least:
             if row % 16 == 0:
                 for tile in range(first_tile[job], first_tile[job + 1]):
                     start = first + 16 * (tile - first_tile[job])
                     stop = min(start + 16, end)
-                    _hidden_tile(
+                    hidden_tile(
                         experts[job], matrix, x, configurations, start, stop, row, packed_x[tile], packed_middle[tile]
                     )
             continue
@@ -257,18 +183,18 @@ def run_batch(experts, ends, x_rows, numbers, x, gate, up, middle, wide, packed_
             )
         for i in range(first, end):
             for k in range(row, row + 4):
-                middle[i, k] = _rounded(_silu(gate[i, k]) * up[i, k])
+                middle[i, k] = rounded(silu(gate[i, k]) * up[i, k])
 
     steps_out = hidden // 4
     for item in prange(experts.size * steps_out):
         job, row = item // steps_out, item % steps_out * 4
         first, end = ends[job - 1] if job else 0, ends[job]
-        if HAS_AMX and _by_tiles(end - first):
+        if end - first >= least:
             if row % 16 == 0:
                 for tile in range(first_tile[job], first_tile[job + 1]):
                     start = first + 16 * (tile - first_tile[job])
                     stop = min(start + 16, end)
-                    _out_tile(experts[job] + 2 * matrix, configurations, start, stop, row, packed_middle[tile], out)
+                    out_tile(experts[job] + 2 * matrix, configurations, start, stop, row, packed_middle[tile], out)
             continue
         _four_rows(
             experts[job] + 2 * matrix + row * 2 * intermediate,
@@ -284,7 +210,7 @@ def run_batch(experts, ends, x_rows, numbers, x, gate, up, middle, wide, packed_
         )
         for i in range(first, end):
             for k in range(row, row + 4):
-                out[i, k] = _rounded(wide[i, k])
+                out[i, k] = rounded(wide[i, k])
 
 
 @partial(jit, parallel=True, nogil=True)

@@ -12,7 +12,7 @@ class ExpertKernel:
     """SwiGLU of the experts that lie in slots of one allocation, without gathering them.
 
     Args:
-        slots: [S, 3 * H * M] bfloat16, in each an expert: gate [M, H], up [M, H], down [H, M] in a row.
+        slots: [S, 3 * H * M] bfloat16, S below 1024 on a GPU; in each an expert: gate [M, H], up [M, H], down [H, M] in a row.
         hidden: H.
         intermediate: M.
     """

@@ -1,6 +1,7 @@
 """Experts on the CPU: both kernels against a dense reference, and what they refuse."""
 
 import importlib.util
+import sys
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from policies import jit
 from policies.profile import ProfileError
-from replay import cpu_experts
+from replay import cpu_amx, cpu_experts
 from replay.cpu_amx import tile_configurations
 from replay.cpu_experts import KERNELS, Batch, CpuExperts, default_workers, instructions
 
@@ -106,21 +107,25 @@ def test_an_empty_batch_is_no_work(kernel):
 
 
 def anew(monkeypatch, **changes):
-    """The kernel's module made anew as on another CPU, without its cache."""
+    """The kernel made anew as on another CPU, without its cache; `changes` are of the module of tiles."""
     monkeypatch.setattr(jit, "cache_dir", lambda: None)
-    spec = importlib.util.find_spec("replay.cpu_kernel")
-    kernel = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(kernel)
-    for name, value in changes.items():
-        monkeypatch.setattr(kernel, name, value)
-    monkeypatch.setattr(cpu_experts, "run_batch", kernel.run_batch)
-    return kernel
+    for name in ("replay.cpu_amx", "replay.cpu_kernel"):
+        spec = importlib.util.find_spec(name)
+        made = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
+        if name == "replay.cpu_amx":
+            for changed, value in changes.items():
+                setattr(made, changed, value)
+        monkeypatch.setitem(sys.modules, name, made)
+    monkeypatch.setattr(cpu_experts, "run_batch", made.run_batch)
+    return made
 
 
 def test_without_bfloat16_instructions_the_results_are_right(monkeypatch):
     features = {**binding.get_host_cpu_features(), "avx512bf16": False, "avx512f": False}
     monkeypatch.setattr(binding, "get_host_cpu_features", lambda: features)
-    assert not anew(monkeypatch, HAS_AMX=False).HAS_BFLOAT16
+    assert not anew(monkeypatch).HAS_BFLOAT16
+    monkeypatch.setattr(cpu_experts, "_TILES", tile_configurations()[:0])
     batch = make_batch([3, 6])
     with CpuExperts(HIDDEN, INTERMEDIATE, num_workers=2) as cpu:
         cpu.start(batch)
@@ -129,38 +134,36 @@ def test_without_bfloat16_instructions_the_results_are_right(monkeypatch):
 
 
 @intrinsic
-def pointer(typing_context, address, like):
-    signature = types.CPointer(like)(address, like)
-    return signature, lambda context, builder, sig, args: builder.inttoptr(
-        args[0], context.get_value_type(sig.return_type)
+def numbers_at(typing_context, address):
+    """Pointer to what lies at an address, as uint16."""
+    signature = types.CPointer(types.uint16)(types.int64)
+    return signature, lambda context, builder, made, arguments: builder.inttoptr(
+        arguments[0], context.get_value_type(made.return_type)
     )
 
 
 @njit
-def bfloat16(word, place):
-    return np.uint32((word >> np.uint32(16) if place else word) << np.uint32(16))
-
-
-@njit
-def product_in_words(configuration, weights, weight_stride, x, out, num_words):
+def product_in_numbers(configuration, weights, weight_stride, x, out, num_words):
     """What `tile_product` is to do, without AMX."""
-    num_tokens = carray(pointer(configuration, np.uint8(0)), 64)[16] // 4
-    of_x = carray(pointer(x, np.uint32(0)), (num_words, 16))
-    found = carray(pointer(out, np.float32(0)), (16, 16))
+    num_tokens = carray(numbers_at(configuration), 32)[8] // 4
+    of_x = carray(numbers_at(x), (num_words, 16, 2))
+    found = carray(numbers_at(out), (16, 32)).view(np.float32)
     for row in range(16):
-        of_row = carray(pointer(weights + row * weight_stride, np.uint32(0)), num_words)
+        of_row = carray(numbers_at(weights + row * weight_stride), (num_words, 2))
         for token in range(num_tokens):
             total = np.float32(0)
             for k in range(num_words):
-                for place in range(2):
-                    factors = np.array([bfloat16(of_row[k], place), bfloat16(of_x[k, token], place)]).view(np.float32)
-                    total += factors[0] * factors[1]
+                for half in range(2):
+                    weight, number = np.uint32(of_row[k, half]) << 16, np.uint32(of_x[k, token, half]) << 16
+                    total += np.uint32(weight).view(np.float32) * np.uint32(number).view(np.float32)
             found[row, token] = total
 
 
 def test_tiles_of_many_rows_equal_the_dense_reference(monkeypatch):
-    anew(monkeypatch, HAS_AMX=True, tile_product=product_in_words)
+    anew(monkeypatch, tile_product=product_in_numbers)
+    monkeypatch.setattr(cpu_amx, "HAS_AMX", True)
     monkeypatch.setattr(cpu_experts, "HAS_AMX", True)
+    monkeypatch.setattr(cpu_experts, "_TILES", tile_configurations())
     with CpuExperts(HIDDEN, INTERMEDIATE, num_workers=2) as cpu:
         for seed, loads in enumerate([[5], [16], [17], [3, 40, 1, 0, 7], [33] * 8, [5] * 51]):
             batch = make_batch(loads, seed=seed)
@@ -169,7 +172,8 @@ def test_tiles_of_many_rows_equal_the_dense_reference(monkeypatch):
             assert relative_error(batch.out, reference(batch)) < 0.01
 
 
-def test_tiles_are_as_large_as_their_tokens():
+def test_tiles_are_as_large_as_their_tokens(monkeypatch):
+    monkeypatch.setattr(cpu_amx, "HAS_AMX", True)
     made = tile_configurations()
     assert made.shape == (17, 64)
     assert made[5, 0] == 1
