@@ -16,6 +16,8 @@ import numpy as np
 
 from experiments.bench_caches import caches_as_text, measure_caches
 from experiments.bench_decide import decisions_as_text, measure_decisions
+from experiments.bench_sweep import POLICIES as GRID_POLICIES
+from experiments.bench_sweep import SIZES, TRACES, measure_sweep, sweep_as_text
 from experiments.command import guarded
 from experiments.terminal import mend_streams
 
@@ -57,7 +59,28 @@ def _parser() -> argparse.ArgumentParser:
         show=decisions_as_text,
     )
     _add_caches(commands)
+    _add_sweep(commands)
     return parser
+
+
+def _add_sweep(commands: Any) -> None:
+    text = "time of a whole grid of the command: policies, cache sizes, bandwidths and traces"
+    grid = commands.add_parser("sweep", help=text, description=text, allow_abbrev=False)
+    grid.add_argument(
+        "--trace", action="append", help=f"shipped name or path, repeatable (default {', '.join(TRACES)})"
+    )
+    grid.add_argument("--policy", action="append", metavar="NAME", help="repeatable (default eight of them)")
+    grid.add_argument(
+        "--slots", type=int, action="append", metavar="N", help="of each layer, repeatable (default 8 sizes)"
+    )
+    grid.add_argument("--jobs", type=_count, metavar="N", help="processes (default one for each processor)")
+    grid.add_argument("--json", type=Path, metavar="FILE", help="where to write all that was measured")
+    grid.set_defaults(
+        run=lambda given: measure_sweep(
+            given.trace or TRACES, given.policy or GRID_POLICIES, given.slots or SIZES, given.jobs
+        ),
+        show=sweep_as_text,
+    )
 
 
 def _add_caches(commands: Any) -> None:

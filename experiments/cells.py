@@ -100,14 +100,20 @@ def _end_with(parent: int) -> None:
 
 @contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Processes started within it use one thread each, unless the environment says otherwise already."""
-    ours = [name for name in _THREADS if name not in os.environ]
-    os.environ.update(dict.fromkeys(ours, "1"))
+    """Processes started within it use one thread each, unless the environment says otherwise, and end quietly."""
+    before = dict(os.environ)
+    for name in _THREADS:
+        os.environ.setdefault(name, "1")
+    # what watches over semaphores would complain of those of processes that were ended
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [before.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
     try:
         yield
     finally:
-        for name in ours:
-            del os.environ[name]
+        for name in ("PYTHONWARNINGS", *_THREADS):
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
 
 
 def cells_of(sweep: Path) -> dict[Path, dict[str, Any]]:

@@ -120,3 +120,19 @@ def test_errors_are_one_line(arguments, message, capsys, tmp_path, monkeypatch):
     assert message in captured.err
     assert len(captured.err.splitlines()) == 1
     assert not Path("missing").exists()
+
+
+def test_a_grid_is_timed_whole_and_in_parts(tmp_path, capsys):
+    file = tmp_path / "sweep.json"
+    arguments = "--trace", "proxy-tiny", "--policy", "lru", "--policy", "full", "--slots", "8", "--jobs", "1"
+    bench.main(["sweep", *arguments, "--json", str(file)])
+    report = json.loads(file.read_text())
+    assert report["num_runs"] == 8  # bandwidths
+    assert all(0 < time for row in report["policies"].values() for time in row.values())
+    out = capsys.readouterr().out
+    assert "2 policies x 1 sizes x 4 bandwidths x 1 traces, 8 runs in 1 processes:" in out
+    assert [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")] == [
+        "policy",
+        "lru",
+        "full",
+    ]
