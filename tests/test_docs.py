@@ -37,3 +37,12 @@ def test_the_readme_names_every_policy_and_its_python_runs(capsys):
 def test_links_lead_somewhere(path):
     targets = re.findall(r"\]\(([^)#:]+)\)", path.read_text())
     assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+def test_the_python_of_the_api_runs(capsys):
+    text = (ROOT / "docs" / "python-api.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "python-api.md", "exec"), {})
+    assert "h2d_bytes_per_s" in capsys.readouterr().out
