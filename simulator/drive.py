@@ -25,6 +25,7 @@ from simulator.rows import (
     Forwards,
     RowBuffer,
     Rows,
+    Said,
     decided,
     write_decision,
 )
@@ -162,7 +163,7 @@ class _Run:
             self._loop = PolicyLoop(decide_forward, pointers, policy, self._residents, shape, rows)
 
     def stretches(self, passes: Iterable[Pass], chunk_forwards: int) -> Iterator[Decisions]:
-        read: list[Pass] = []
+        read: list[Said] = []
         first = 0
         for pass_, forward in read_all(passes, self._shape, self._policy.reads_signals):
             rows = self._buffer.reserve()
@@ -170,7 +171,7 @@ class _Run:
                 self._loop.run(forward, rows)
             else:
                 self._ask(forward, rows)
-            read.append(pass_)
+            read.append(Said.of(pass_))
             if len(read) == chunk_forwards:
                 yield self._cut(Forwards.of(read, first))
                 first, read = first + len(read), []

@@ -204,6 +204,33 @@ def _room(num_rows: int, lengths: NDArray[np.int64], is_timed: bool) -> Rows:
     )
 
 
+class Said(NamedTuple):
+    """What the log says of a pass itself, without its tokens and routes, which take thousands of times the memory."""
+
+    pass_id: int
+    kind: int
+    requests: NDArray[np.int64]  # [R]
+    blocks: NDArray[np.int64]  # [R]
+    iterations: NDArray[np.int64]  # [R]
+    num_tokens: NDArray[np.int64]  # [R]
+    kv_lens: NDArray[np.int64]  # [R]
+    num_accepted: NDArray[np.int64]  # [R]
+
+    @classmethod
+    def of(cls, pass_: Pass) -> Said:
+        """What is said of a pass."""
+        return cls(
+            pass_.pass_id,
+            int(pass_.kind),
+            pass_.requests,
+            pass_.blocks,
+            pass_.iterations,
+            pass_.num_tokens,
+            pass_.kv_lens,
+            pass_.num_accepted,
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Forwards:
     """What the log says of a stretch of whole forwards before anything is timed. F forwards."""
@@ -212,8 +239,8 @@ class Forwards:
     lists: Mapping[str, Ragged]  # FORWARD_LISTS
 
     @classmethod
-    def of(cls, passes: Sequence[Pass], first: int) -> Forwards:
-        """What these passes say, at least one; the first is the run's `first`-th, from 0."""
+    def of(cls, passes: Sequence[Said | Pass], first: int) -> Forwards:
+        """What is said of these passes, at least one; the first is the run's `first`-th, from 0."""
         offsets = np.cumsum([0, *(pass_.requests.size for pass_ in passes)])
 
         def joined(name: str, kind: type = np.int64) -> NDArray[Any]:
