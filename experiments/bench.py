@@ -16,6 +16,8 @@ import numpy as np
 
 from experiments.bench_caches import caches_as_text, measure_caches
 from experiments.bench_decide import decisions_as_text, measure_decisions
+from experiments.bench_memory import TRACE as REPEATED
+from experiments.bench_memory import measure_memory, memory_as_text
 from experiments.bench_sweep import POLICIES as GRID_POLICIES
 from experiments.bench_sweep import SIZES, TRACES, measure_sweep, sweep_as_text
 from experiments.command import guarded
@@ -60,7 +62,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_caches(commands)
     _add_sweep(commands)
+    _add_memory(commands)
     return parser
+
+
+def _add_memory(commands: Any) -> None:
+    text = "peak memory and time of a run over a trace that is larger than memory should be, which it makes"
+    memory = commands.add_parser("memory", help=text, description=text, allow_abbrev=False)
+    memory.add_argument("--megabytes", type=_count, default=2000, metavar="N", help="of the trace (default 2000)")
+    memory.add_argument("--trace", default=REPEATED, help=f"that is repeated, name or path (default {REPEATED})")
+    memory.add_argument("--policy", default="oled", metavar="NAME", help="default oled")
+    memory.add_argument("--slots", type=_count, default=40, metavar="N", help="of each layer (default 40)")
+    memory.add_argument("--json", type=Path, metavar="FILE", help="where to write all that was measured")
+    memory.set_defaults(
+        run=lambda given: measure_memory(given.megabytes * 10**6, given.trace, given.policy, given.slots),
+        show=memory_as_text,
+    )
 
 
 def _add_sweep(commands: Any) -> None:
