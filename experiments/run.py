@@ -148,8 +148,8 @@ def run_unless_done(arguments: Mapping[str, Any], kept: Kept) -> Result | None:
 
 def setting_for(arguments: Mapping[str, Any], kept: Kept) -> Setting:
     """What a run with these arguments is made of."""
-    named = (arguments[name] for name in ("trace", "policy", "hardware", "shape"))
-    return setting_of(checked(arguments), *named, kept)
+    trace, policy, hardware, shape = (arguments[name] for name in ("trace", "policy", "hardware", "shape"))
+    return setting_of(checked(arguments), trace, policy, hardware, shape, kept)
 
 
 def _run(setting: Setting, output: str | Path | None, kept: Kept) -> Result:

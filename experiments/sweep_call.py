@@ -95,9 +95,8 @@ def sweep(
         grid = Grid(name, directory / f".{name}.journal", os.getpid())
         with Progress("sweep", grid.journal, len(found), has_lines=False, has_bar=progress), one_thread_each():
             num_jobs = min(effective_n_jobs(-1 if jobs is None else jobs), len(work))
-            outcomes = Parallel(n_jobs=num_jobs, batch_size=1)(
-                delayed(_run_batch)(grid, directory, part) for part in work
-            )
+            run_all: Any = Parallel(n_jobs=num_jobs, batch_size=1)  # pyright: ignore[reportArgumentType]
+            outcomes = run_all(delayed(_run_batch)(grid, directory, part) for part in work)
         failed = [outcome for part in outcomes for outcome in part if outcome.error is not None]
         if failed:
             texts = "; ".join(f"{outcome.label or 'the run'}: {outcome.error}" for outcome in failed)
@@ -139,7 +138,7 @@ def _with_knobs(value: Any) -> tuple[str | OwnPolicy, Mapping[str, Any]]:
 
 def _numbered(number: int, values: Mapping[str, Any], varied: Sequence[str]) -> Numbered:
     policy, knobs = _with_knobs(values["policy"])
-    arguments = DEFAULTS | values | {"policy": policy, "knobs": {**(values["knobs"] or {}), **knobs}}
+    arguments = {**DEFAULTS, **values} | {"policy": policy, "knobs": {**(values["knobs"] or {}), **knobs}}
     return number, " ".join(f"{key}={_shown(values[key])}" for key in varied), arguments
 
 

@@ -61,6 +61,8 @@ class GridSweeper(Sweeper):
     """
 
     __module__ = _PLUGIN
+    hydra_context: HydraContext  # pyright: ignore[reportIncompatibleVariableOverride]  # set up before it is used
+    config: DictConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, num_batches: int) -> None:
         self._num_batches = num_batches
@@ -148,7 +150,7 @@ class Batches:
                 config.hydra.runtime.output_dir = str(directory)
             settings.set_config(config)  # which copies
             directory.mkdir(parents=True, exist_ok=True)
-            own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+            own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
             outcome = self.grid.run(label, lambda: self.run(own))
             self.grid.note(directory, overrides, outcome.error)
         finally:
