@@ -61,15 +61,13 @@ class GridSweeper(Sweeper):
     """
 
     __module__ = _PLUGIN
-    hydra_context: HydraContext  # pyright: ignore[reportIncompatibleVariableOverride]  # set up before it is used
-    config: DictConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, num_batches: int) -> None:
         self._num_batches = num_batches
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
         """Hydra's hook: keep what the sweep needs."""
-        self.hydra_context, self.config, self._job = hydra_context, config, task_function
+        self._context, self._config, self._job = hydra_context, config, task_function
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the cells of a command line.
@@ -78,7 +76,7 @@ class GridSweeper(Sweeper):
             HydraException, OmegaConfBaseException: a value cannot be used; nothing was run.
             ConfigError: it cannot be launched so.
         """
-        loader, config = self.hydra_context.config_loader, self.config
+        loader, config = self._context.config_loader, self._config
         axes = _axes(OverridesParser.create(config_loader=loader).parse_overrides(arguments))
         composer = Composer(loader, config)
         _check(composer, axes)
@@ -100,13 +98,13 @@ class GridSweeper(Sweeper):
             self._launch(batch, [list(part[0].values.values()) for part in parts])
 
     def _launch(self, batch: Batches, overrides: list[list[str]]) -> None:
-        settings, name = self.config.hydra.launcher, self.config.hydra.runtime.choices["hydra/launcher"]
+        settings, name = self._config.hydra.launcher, self._config.hydra.runtime.choices["hydra/launcher"]
         if "n_jobs" in settings and "batch_size" in settings:  # joblib
             with read_write(settings):
                 settings.batch_size = 1  # of ours, which hold many cells
                 settings.n_jobs = _num_processes(settings.n_jobs, len(overrides))
         try:
-            launcher = Plugins.instance().instantiate_launcher(self.hydra_context, batch, self.config)
+            launcher = Plugins.instance().instantiate_launcher(self._context, batch, self._config)
             with one_thread_each():
                 returned = launcher.launch(overrides, initial_job_idx=0)
             for each in returned:
