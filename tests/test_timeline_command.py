@@ -154,3 +154,12 @@ def test_memory_does_not_grow_with_the_timeline(tmp_path):
     assert timeline.num_forwards == 64 * len(chunk.forwards)
     last = by_name(read_tracks(tmp_path / "t"))["forwards"].slices[-1]
     assert last.end_ns == 64 * int(chunk.forwards.scalars["end_ns"][-1])
+
+
+@pytest.mark.parametrize("policy", ["oled", "ideal_prefetch"])
+def test_both_engines_write_the_same_file(trace, policy):
+    for engine in ("compiled", "des"):
+        window = {"timeline": True, "timeline_from_forward": 0, "timeline_forwards": None}
+        simulate(trace, policy, 6, engine=engine, output=engine, **window)
+    first, second = (Path(engine, "timeline.pftrace").read_bytes() for engine in ("compiled", "des"))
+    assert first == second
