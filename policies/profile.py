@@ -232,10 +232,8 @@ class HardwareProfile:
             raise ProfileError(
                 f"{self.name}: not measured at {shape.hidden}x{shape.expert_intermediate} with {expert_bytes} bytes an expert; measured: {known}"
             )
-        attention = shape.hidden * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
-        expert = 3 * shape.hidden * shape.expert_intermediate
-        layer = attention + shape.num_experts * shape.hidden + shape.num_shared_experts * expert
-        dense = shape.num_dense_layers * (attention + 3 * shape.hidden * shape.dense_intermediate)
+        layer, expert = layer_weights(shape), 3 * shape.hidden * shape.expert_intermediate
+        dense = shape.num_dense_layers * (_attention_weights(shape) + 3 * shape.hidden * shape.dense_intermediate)
         kv_bytes = 2 * shape.num_kv_heads * shape.head_dim * NON_EXPERT_BYTES
         gpu_byte_ns, gpu_flop_ns = 1e9 / rates.gpu_bytes_per_s, 1e9 / rates.gpu_flops_per_s
         return ShapeCosts(
@@ -254,6 +252,16 @@ class HardwareProfile:
             tail_ns=rates.kernels_per_tail * rates.kernel_ns
             + (dense + shape.vocab * shape.hidden) * NON_EXPERT_BYTES * gpu_byte_ns,
         )
+
+
+def layer_weights(shape: ModelShape) -> int:
+    """Numbers that a layer reads beside its routed experts: attention, gate and shared experts."""
+    shared = shape.num_shared_experts * 3 * shape.hidden * shape.expert_intermediate
+    return _attention_weights(shape) + shape.num_experts * shape.hidden + shared
+
+
+def _attention_weights(shape: ModelShape) -> int:
+    return shape.hidden * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
 
 
 def _numbers(values: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, float]]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from replay.calibrate_cpu import (
@@ -30,9 +29,10 @@ from replay.calibrate_gpu import (
     measure_roundtrip,
     measure_tail,
 )
-from replay.calibrate_link import MIB, CopyRate, HostPool, Link, Repeated, measure_copies
+from replay.calibrate_link import MIB, CopyRate, HostPool, Link, measure_copies
 from replay.cpu_experts import check_workers, default_workers, instructions
 from replay.link_state import LinkState, check_link, read_link
+from replay.repeats import Repeated, repeated
 from tracer.schema import ModelShape
 
 
@@ -83,14 +83,6 @@ class ShapeMeasured(NamedTuple):
     roundtrip: Repeated
     cpu: CpuRate
     slowdowns: Slowdowns
-
-    @property
-    def layer_bytes(self) -> int:
-        """Weights that a layer reads beside its routed experts."""
-        shape = self.shape
-        attention = shape.hidden * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
-        shared = shape.num_shared_experts * 3 * shape.hidden * shape.expert_intermediate
-        return 2 * (attention + shape.num_experts * shape.hidden + shared)
 
 
 class Measured(NamedTuple):
@@ -216,8 +208,7 @@ def _flops_per_s(device: torch.device, settings: Settings) -> float:
     def run() -> None:
         torch.mm(left, right)
 
-    times = [clock.device_ns(run, settings.count) for _ in range(settings.repeats + 1)]
-    return 2e9 * size**3 / float(np.median(times[1:]))
+    return 2e9 * size**3 / repeated(lambda: clock.device_ns(run, settings.count), settings.repeats).median_ns
 
 
 def machine_of(device: torch.device, link: LinkState | None) -> str:

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from policies.profile import ProfileError
-from replay.calibrate_link import HostPool, Link, Repeated
+from replay.calibrate_link import HostPool, Link
 from replay.cpu_experts import KERNELS, Batch, CpuExperts
 from replay.cpu_kernel import most_threads, sum_words, use_threads
 from replay.fits import Fit, fit
+from replay.repeats import Repeated, repeated_by_size
 
 
 class CpuRate(NamedTuple):
@@ -83,13 +84,7 @@ class CpuBatches:
 
     def grid(self, cpu: CpuExperts, sizes: Sequence[tuple[int, int]], repeats: int) -> dict[tuple[int, int], Repeated]:
         """Times of batches by number of experts and load."""
-        samples: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
-        for repeat in range(repeats + 1):
-            for size in sizes if repeat % 2 else reversed(sizes):
-                time_ns = self.time_ns(cpu, *size)
-                if repeat:  # the first one compiles and warms up
-                    samples[size].append(time_ns)
-        return {size: Repeated.of(times) for size, times in samples.items()}
+        return repeated_by_size(lambda size: self.time_ns(cpu, *size), sizes, repeats)
 
     def rate(self, times: dict[tuple[int, int], Repeated]) -> float:
         """Bytes of weights a second, geometric mean over sizes."""

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from replay.calibrate_link import Repeated
 from replay.fits import fit
+from replay.repeats import Repeated, repeated, repeated_by_size
 
 Work = Callable[[], None]  # put on the GPU's current stream, or done at once where there is none
 
@@ -103,13 +103,7 @@ def measure_kernel(
 def _rate(
     clock: Clock, runs: dict[tuple[int, int], Work], sizes: list[tuple[int, int]], repeats: int, count: int
 ) -> GpuRate:
-    samples: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
-    for repeat in range(repeats + 1):
-        for size in sizes if repeat % 2 else reversed(sizes):
-            time_ns = clock.device_ns(runs[size], count)
-            if repeat:  # the first one warms up
-                samples[size].append(time_ns)
-    times = {size: Repeated.of(found) for size, found in samples.items()}
+    times = repeated_by_size(lambda size: clock.device_ns(runs[size], count), sizes, repeats)
     first, second = (np.array(column) for column in zip(*sizes, strict=True))
     found = fit([1, first, second], [times[size].median_ns for size in sizes])
     a_ns, b_ns, c_ns = (float(value) for value in found.coefficients)
@@ -119,7 +113,7 @@ def _rate(
 def measure_tail(clock: Clock, parts: Parts, num_tokens: int, repeats: int, count: int) -> Repeated:
     """What a forward takes beside its MoE layers."""
     run = parts.tail(num_tokens)
-    return Repeated.of([clock.device_ns(run, count) for _ in range(repeats + 1)][1:])
+    return repeated(lambda: clock.device_ns(run, count), repeats)
 
 
 def measure_gate_sync(clock: Clock, parts: Parts, num_tokens: int, kv_len: int, repeats: int, count: int) -> Repeated:
@@ -134,14 +128,14 @@ def measure_gate_sync(clock: Clock, parts: Parts, num_tokens: int, kv_len: int, 
         layer()
         read()
 
-    samples = []
-    for _ in range(repeats + 1):
+    def added_ns() -> float:
         alone = clock.device_ns(layer, count)
-        samples.append(max(1.0, clock.host_ns(both, count) - alone))
-    return Repeated.of(samples[1:])
+        return max(1.0, clock.host_ns(both, count) - alone)
+
+    return repeated(added_ns, repeats)
 
 
 def measure_roundtrip(clock: Clock, parts: Parts, num_rows: int, repeats: int, count: int) -> Repeated:
     """From the end of a CPU batch until its rows are in their places on the GPU."""
     run = parts.return_rows(num_rows)
-    return Repeated.of([clock.host_ns(run, count) for _ in range(repeats + 1)][1:])
+    return repeated(lambda: clock.host_ns(run, count), repeats)

@@ -12,21 +12,9 @@ from torch import Tensor
 
 from policies.profile import ProfileError
 from replay.fits import fit
+from replay.repeats import Repeated
 
 MIB = 2**20
-
-
-class Repeated(NamedTuple):
-    """A time that was measured several times."""
-
-    median_ns: float
-    spread: float  # between the quartiles, as a share of the median
-
-    @classmethod
-    def of(cls, times_ns: Sequence[float]) -> Repeated:
-        """Median and spread of some repeats."""
-        low, median, high = np.percentile(times_ns, [25, 50, 75])
-        return cls(float(median), float((high - low) / median))
 
 
 class CopyRate(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from policies.profile import HardwareProfile, Roofline, ShapeCosts
+from policies.profile import NON_EXPERT_BYTES, HardwareProfile, Roofline, ShapeCosts, layer_weights
 from replay.calibrate import Measured, ShapeMeasured, in_us
-from replay.calibrate_link import MIB, Repeated
+from replay.calibrate_link import MIB
+from replay.repeats import Repeated
 
-_KERNELS_PER_LAYER = 10  # as the presets from data sheets count them
 _UNSEEN_FLOPS_PER_S = 1e15  # where more rows of an expert took the CPU no longer
 
 
@@ -82,6 +82,7 @@ def _roofline(measured: Measured, costs: Sequence[ShapeCosts]) -> Roofline | Non
     if not (cost.g_ns[1] and cost.cpu_b0_ns):  # nothing follows from what is lost in noise
         return None
     gpu_bytes_per_s = cost.expert_bytes * 1e9 / cost.g_ns[1]
+    reading_ns = layer_weights(found.shape) * NON_EXPERT_BYTES * 1e9 / gpu_bytes_per_s
     # two operations for each weight of two bytes, at the shape where they show most
     arithmetic = [each.cpu_b1_ns / each.expert_bytes for each in costs if each.cpu_b1_ns]
     return Roofline(
@@ -89,8 +90,7 @@ def _roofline(measured: Measured, costs: Sequence[ShapeCosts]) -> Roofline | Non
         gpu_flops_per_s=_significant(measured.gpu_flops_per_s),
         cpu_bytes_per_s=_significant(cost.expert_bytes * 1e9 / cost.cpu_b0_ns),
         cpu_flops_per_s=_significant(1e9 / max(arithmetic)) if arithmetic else _UNSEEN_FLOPS_PER_S,
-        kernel_ns=round(max(0.0, cost.n_ns[0] - found.layer_bytes * 1e9 / gpu_bytes_per_s) / _KERNELS_PER_LAYER),
-        kernels_per_layer=_KERNELS_PER_LAYER,
+        kernel_ns=round(max(0.0, cost.n_ns[0] - reading_ns) / Roofline.kernels_per_layer),
         cpu_start_ns=cost.cpu_a_ns,
     )
 

@@ -21,12 +21,13 @@ from replay import link_state
 from replay.calibrate import QUICK, Measured, ShapeMeasured
 from replay.calibrate_cpu import CpuRate, Slowdowns, fit_batches
 from replay.calibrate_gpu import Clock, GpuRate
-from replay.calibrate_link import MIB, CopyRate, HostPool, Link, Repeated, measure_copies
+from replay.calibrate_link import MIB, CopyRate, HostPool, Link, measure_copies
 from replay.calibrate_parts import LLaDA2Parts
 from replay.calibrated import notes_of, profile_of
 from replay.expert_kernel import ExpertKernel
 from replay.fits import fit
 from replay.link_state import LinkState, check_link
+from replay.repeats import Repeated, repeated, repeated_by_size
 
 TINY = {
     "layer_ids": [1, 2],
@@ -101,6 +102,20 @@ def test_batches_of_the_worked_example():
 
 def test_median_and_spread():
     assert Repeated.of([1, 2, 3, 4, 5]) == (3, 2 / 3)
+
+
+def test_the_first_repeat_is_left_out_and_sizes_take_turns():
+    times = iter([100, 1, 2, 3, 4, 5])
+    assert repeated(lambda: next(times), 5) == (3, 2 / 3)
+    asked = []
+
+    def time_ns(size):
+        asked.append(size)
+        return size * len(asked)
+
+    found = repeated_by_size(time_ns, [1, 10], 2)
+    assert asked == [10, 1, 1, 10, 10, 1]
+    assert {size: time.median_ns for size, time in found.items()} == {1: (3 + 6) / 2, 10: (40 + 50) / 2}
 
 
 def test_copies_from_memory_to_memory():
