@@ -20,6 +20,7 @@ from policies.log import PREFETCH_COUNTS
 
 Sums = Mapping[str, Any]  # by column: a number, or an array of many sums of the same column
 Counted = pl.DataFrame | Sums  # a table of forwards, or sums over its counted decode forwards
+_DECODE = ~pl.col("warmup") & (pl.col("kind") != "prefill")
 
 
 def counted_requests(forwards: pl.DataFrame) -> pl.DataFrame:
@@ -30,12 +31,13 @@ def counted_requests(forwards: pl.DataFrame) -> pl.DataFrame:
 
 def decode(forwards: pl.DataFrame) -> pl.DataFrame:
     """Counted forwards that are not prefill."""
-    return forwards.filter(~pl.col("warmup") & (pl.col("kind") != "prefill"))
+    return forwards.filter(_DECODE)
 
 
 def sums(forwards: pl.DataFrame) -> dict[str, float]:
     """Sums over counted decode forwards of every column of numbers, and how many forwards there are."""
-    numbers = decode(forwards).select(selectors.numeric().sum(), pl.len().alias("num_decode_forwards"))
+    # one column after another: a filtered table would be another one as large
+    numbers = forwards.select(selectors.numeric().filter(_DECODE).sum(), _DECODE.sum().alias("num_decode_forwards"))
     return numbers.row(0, named=True)
 
 
@@ -68,7 +70,7 @@ def ttft_ms(forwards: pl.DataFrame) -> float | None:
 
 def forward_ms(forwards: pl.DataFrame, quantile: float) -> float | None:
     """Quantile of the time of one decode forward."""
-    value = decode(forwards)["time_ns"].quantile(quantile, "linear")
+    value = decode(forwards.select("warmup", "kind", "time_ns"))["time_ns"].quantile(quantile, "linear")
     return None if value is None else value / 1e6
 
 

@@ -13,6 +13,7 @@ from policies.log import PREFETCH_COUNTS, DecisionHash, LogChunk, Ragged, Table
 from policies.log_loops import follow_transfers
 from tracer.schema import ForwardKind
 
+_MOST_CHUNKS = 64  # of the log that wait to become rows: a frame of each would be slow to read
 _KINDS = np.array([kind.name.lower() for kind in ForwardKind], dtype=object)
 
 
@@ -51,7 +52,8 @@ class ForwardTable:
     ) -> None:
         self._num_layers, self._warmup = num_layers, Warmup(warmup_requests)
         self._policy_ns, self._is_global = policy_ns, is_global
-        self._columns: list[dict[str, Any]] = []  # of each chunk, arrays and lists of lists
+        self._columns: list[dict[str, Any]] = []  # of each chunk not yet in a frame, arrays and lists of lists
+        self._frames: list[pl.DataFrame] = []
         # of each layer's last execution
         self._fate = np.zeros((num_layers, num_experts), np.int8)
         self._num_transfers = np.zeros(num_layers, np.int64)
@@ -78,20 +80,29 @@ class ForwardTable:
                 "request_warmup": request_warmup,
             }
         )
+        if len(self._columns) == _MOST_CHUNKS:
+            self._gather()
 
     def frame(self) -> pl.DataFrame:
         """The table so far: one row for each forward pass, counts summed over its layers."""
-        if not self._columns:
+        self._gather()
+        if not self._frames:
             return pl.DataFrame()
-        frame = pl.DataFrame([_series(name, [columns[name] for columns in self._columns]) for name in self._columns[0]])
         # what became of a forward's transfers is known one forward later; the run's last one is not judged
         judged = [pl.col(name).shift(-1, fill_value=0) for name in ("transfers_judged", "transfers_effective")]
-        return frame.with_columns(judged)
+        return pl.concat(self._frames).with_columns(judged)
 
     @property
     def decision_hash(self) -> str:
         """Hash of the decisions of the counted forwards so far."""
         return self._hash.hexdigest()
+
+    def _gather(self) -> None:
+        """Make a frame of what waits, so that a long run has each number in memory once."""
+        waiting, self._columns = self._columns, []
+        if waiting:
+            parts = {name: [columns[name] for columns in waiting] for name in waiting[0]}
+            self._frames.append(pl.DataFrame([_series(name, of_column) for name, of_column in parts.items()]))
 
     def _sums(self, layers: Table) -> dict[str, NDArray[Any]]:
         """Per-forward sums; each forward has one row for each layer, in order."""
