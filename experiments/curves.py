@@ -1,4 +1,4 @@
-"""`oled-curves`: hit ratio and cache utilization at every cache size at once, as a table and a plot."""
+"""`oled-curves`: hit ratio and cache utilization at every cache size, as a table and a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from tqdm import tqdm
 
 from experiments.command import Parser, guarded
-from experiments.curves_files import CurveFiles
+from experiments.curves_files import PLOT, CurveFiles
 from experiments.curves_plot import plot_curves
 from experiments.curves_points import points_of, run_point
 from experiments.curves_table import as_frame, as_text, facts_of
@@ -29,20 +29,30 @@ PROGRAM = "oled-curves"
 _HELP = """\
 every key is given as KEY=VALUE:
   trace             name of a shipped trace, or the path of any other
-  curves            of {curves}; default all
+  curves            names from those below, with commas between; default all
   warmup_requests   first requests, which run and do not count; default 1
-  points            policies to run in simulated time and to draw as points, each with knobs behind it if any:
+  points            policies to run in simulated time and to draw as points,
+                    each with knobs behind it if any:
                     points='oled,oled coop=false,moe_infinity'
-  points_slots      cache sizes of the points, expert slots for each MoE layer; default 40
-  hardware, shape   machine and sizes that points are charged, as for oled-simulate; default rtx5090 and trace
+  points_slots      cache sizes of the points, expert slots for each MoE layer;
+                    default 40
+  hardware, shape   machine and sizes that points are charged, as for
+                    oled-simulate; default rtx5090 and trace
   output.dir        directory of the results; default outputs/DATE/TIME
-  output.overwrite  replace curves that something else was asked for; the same are always replaced
+  output.overwrite  replace curves that something else was asked for; the same
+                    are always replaced
 
-Every curve copies all misses and gives each layer as many slots, from 1 to all experts. lru, lru_misses_first and
-lru_id are lru with these values of policy.lru_order; load, gate and confidence are oled policy.layer_adapt=false
-policy.coop=false with these of policy.priority_signal; ideal_min is ideal_min policy.misses=h2d. seq is LRU that
-serves experts one by one, as simulators of other caches do, and is no policy of ours: a layer activates its experts
-together.
+Every curve copies all misses and gives each layer as many slots, from 1 to all
+experts:
+  lru, lru_misses_first, lru_id  lru; the latter two with policy.lru_order
+                                 =misses_first and =id
+  load, gate, confidence         oled policy.layer_adapt=false
+                                 policy.coop=false with these values of
+                                 policy.priority_signal
+  ideal_min                      ideal_min policy.misses=h2d
+  seq                            LRU that serves experts one by one, as
+                                 simulators of other caches do; no policy of
+                                 ours, whose layers activate experts together
 """
 
 
@@ -73,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     mend_streams()
     parser = Parser(
         prog=PROGRAM,
-        description=__doc__,
-        epilog=_HELP.format(curves=", ".join(CURVES)),
+        description="Hit ratio and cache utilization at every cache size, as a table and a plot.",
+        epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -138,7 +148,7 @@ def run(config: DictConfig) -> None:
             run_point(point, reader, config.hardware, config.shape, config.warmup_requests, facts) for point in points
         ]
         frame = pl.concat([frame, *rows])
-        plot_curves(frame, files.partial / "curves.png")
+        plot_curves(frame, files.partial / PLOT)
         files.finish(frame)
     print(f"{as_text(frame)}\n\nWritten: {files.shown}")
 

@@ -6,12 +6,13 @@ import textwrap
 from pathlib import Path
 
 import polars as pl
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from experiments.curves_table import caption
-from experiments.figures import style_of
+from experiments.figures import add_legend, by_misses, style_of
 
 # Colour and line of each curve; those of policies that other figures draw are theirs.
 LINES = {
@@ -29,38 +30,20 @@ LINES = {
 def plot_curves(frame: pl.DataFrame, path: Path) -> None:
     """Draw hit ratio and utilization of all layers together by cache size, from rows of one trace, into a PNG file."""
     together = frame.filter(pl.col("layer").is_null())
+    points = together.filter("is_point")
+    # a global pool has no slots of a layer, which utilization is of
+    utilization = pl.coalesce("utilization", "utilization_slot_weighted")
     figure = Figure(figsize=(7.2, 8.4), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, sharex=True)
-    for axes, column, label in zip(
+    for axes, drawn, label in zip(
         panels,
-        ("hit_ratio", "utilization"),
+        (pl.col("hit_ratio"), utilization),
         ("hit ratio of activated experts", "share of slots that hold activated experts"),
         strict=True,
     ):
-        for rows in together.filter(~pl.col("is_point")).partition_by("curve", maintain_order=True):
-            name = rows["curve"][0]
-            color, line = LINES[name]
-            axes.plot(rows["slots_per_layer"], rows[column], color=color, linestyle=line, linewidth=1.6, label=name)
-        for nth, rows in enumerate(together.filter("is_point").partition_by("curve", maintain_order=True)):
-            first = rows.row(0, named=True)
-            style = style_of(first["policy"])
-            drawn = pl.coalesce(column, "utilization_slot_weighted") if column == "utilization" else pl.col(column)
-            points = rows.filter(pl.col("slots_per_layer") > 0).with_columns(drawn=drawn).drop_nulls("drawn")
-            axes.plot(
-                points["slots_per_layer"],
-                points["drawn"],
-                color=style.color,
-                marker=style.marker or "d",
-                linestyle="",
-                markersize=7 + nth % 2 * 3,
-                markerfacecolor=style.color if nth % 2 == 0 else "none",
-                markeredgecolor="white" if nth % 2 == 0 else style.color,
-                markeredgewidth=0.6 if nth % 2 == 0 else 1.2,
-                label=textwrap.fill(f"run: {first['curve']}", 40),
-                zorder=3,
-                clip_on=False,
-            )
+        _draw_curves(axes, together.filter(~pl.col("is_point")), drawn)
+        _draw_points(axes, points, drawn)
         axes.set_ylabel(label)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.set_ylim(0, 1.03)
@@ -69,15 +52,37 @@ def plot_curves(frame: pl.DataFrame, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle("Expert cache by size", x=0.01, ha="left", fontweight="bold")
     panels[1].set_xlabel("cache size (expert slots for each MoE layer)")
-    longest = max(max(map(len, str(line.get_label()).splitlines())) for line in panels[0].lines)
-    ncols = max(1, min(4, 100 // (longest + 6)))
-    panels[0].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=ncols, frameon=False, handlelength=3, fontsize=9)
-    paths = (
-        together.filter("is_point")
-        .group_by("misses", maintain_order=True)
-        .agg(pl.col("policy").unique(maintain_order=True))
-    )
-    served = [f"runs with misses {path}: {', '.join(policies)}" for path, policies in paths.iter_rows()]
-    note = caption(frame.row(0, named=True), 110, *served)
+    add_legend(panels[0], 4)
+    note = caption(frame.row(0, named=True), 110, *(f"runs with {path}" for path in by_misses(points)))
     figure.supxlabel(note, x=0.01, ha="left", fontsize=7.5, color="0.3")
     figure.savefig(path, dpi=160)
+
+
+def _draw_curves(axes: Axes, curves: pl.DataFrame, drawn: pl.Expr) -> None:
+    for rows in curves.partition_by("curve", maintain_order=True):
+        name = rows["curve"][0]
+        color, line = LINES[name]
+        heights = rows.select(drawn).to_series()
+        axes.plot(rows["slots_per_layer"], heights, color=color, linestyle=line, linewidth=1.6, label=name)
+
+
+def _draw_points(axes: Axes, points: pl.DataFrame, drawn: pl.Expr) -> None:
+    for nth, rows in enumerate(points.partition_by("curve", maintain_order=True)):
+        first = rows.row(0, named=True)
+        style = style_of(first["policy"])
+        is_ring = nth % 2 == 1  # larger and hollow, so that points that coincide are seen as two
+        found = rows.filter(pl.col("slots_per_layer") > 0).with_columns(drawn=drawn).drop_nulls("drawn")
+        axes.plot(
+            found["slots_per_layer"],
+            found["drawn"],
+            color=style.color,
+            marker=style.marker or "d",
+            linestyle="",
+            markersize=10 if is_ring else 7,
+            markerfacecolor="none" if is_ring else style.color,
+            markeredgecolor=style.color if is_ring else "white",
+            markeredgewidth=1.2 if is_ring else 0.6,
+            label=textwrap.fill(f"run: {first['curve']}", 40),
+            zorder=3,
+            clip_on=False,
+        )

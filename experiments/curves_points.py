@@ -14,6 +14,7 @@ from experiments.curves_table import SCHEMA
 from experiments.errors import ConfigError
 from experiments.identity import UNSIZED
 from experiments.run import simulate
+from policies.contract import PolicyError
 from tracer.schema import ModelShape
 from tracer.store import TraceReader
 
@@ -61,17 +62,24 @@ def points_of(policies: str, slots: str, shape: ModelShape) -> list[Point]:
 def run_point(
     point: Point, reader: TraceReader, hardware: str, shape: str, warmup_requests: int, facts: dict[str, Any]
 ) -> pl.DataFrame:
-    """One row of the table of curves, for all layers together."""
-    result = simulate(
-        reader,
-        point.policy,
-        point.slots_per_layer,
-        hardware,
-        knobs=point.knobs,
-        shape=shape,
-        warmup_requests=warmup_requests,
-        progress=True,
-    )
+    """One row of the table of curves, for all layers together.
+
+    Raises:
+        PolicyError: the policy cannot be run so; other errors as of `simulate`.
+    """
+    try:
+        result = simulate(
+            reader,
+            point.policy,
+            point.slots_per_layer,
+            hardware,
+            knobs=point.knobs,
+            shape=shape,
+            warmup_requests=warmup_requests,
+            progress=True,
+        )
+    except PolicyError as error:
+        raise PolicyError(f"points: {point.policy} with {point.slots_per_layer} slots a layer: {error}") from error
     summary, decoded = result.summary, metrics.decode(result.forwards)
     row = {
         "curve": summary["policy"] + (f" ({summary['variant']})" if summary["variant"] else ""),

@@ -102,11 +102,8 @@ def _plot(table: pl.DataFrame, column: str, label: str, title: str, path: Path, 
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.set_ylim(bottom=0)
-    longest = max((len(str(line.get_label())) for line in axes.lines), default=0)
-    ncols = max(1, min(3, 100 // (longest + 6)))
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=ncols, frameon=False, handlelength=3, fontsize=9)
-    paths = sized.group_by("misses", maintain_order=True).agg(pl.col("policy").unique(maintain_order=True))
-    served = [f"misses {path}: {', '.join(policies)}" for path, policies in paths.iter_rows()]
+    add_legend(axes, 3)
+    served = by_misses(sized)
     if column == "tpot_ms" and _bounded(table).height:
         served.append(
             f"bars: 95 % interval (paired bootstrap over {table['num_requests'][0]} requests) of the difference to the "
@@ -151,6 +148,19 @@ def _bounded(rows: pl.DataFrame) -> pl.DataFrame:
     if not set(OVER_BEST) <= set(rows.columns):
         return rows.clear()
     return rows.filter(pl.col(OVER_BEST[1]).is_not_null() & (pl.col(OVER_BEST[1]) < pl.col(OVER_BEST[2])))
+
+
+def add_legend(axes: Axes, most: int) -> None:
+    """Name the lines of a panel above it, in as many columns as there is room for, `most` at most."""
+    lines = [text for line in axes.lines for text in str(line.get_label()).splitlines()]
+    ncols = max(1, min(most, 100 // (max(map(len, lines), default=0) + 6)))
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=ncols, frameon=False, handlelength=3, fontsize=9)
+
+
+def by_misses(rows: pl.DataFrame) -> list[str]:
+    """How misses are served, and the policies that serve them so, for the note below a figure."""
+    paths = rows.group_by("misses", maintain_order=True).agg(pl.col("policy").unique(maintain_order=True))
+    return [f"misses {path}: {', '.join(policies)}" for path, policies in paths.iter_rows()]
 
 
 def style_of(policy: str) -> Style:

@@ -95,13 +95,15 @@ def curves(
     future = read_future(passes, shape) if "ideal_min" in names else None
     runs = {name: _run_of(name, shape, future) for name in names}
     steps = Steps(shape)
-    seen: dict[int, None] = {}  # requests in order of appearance
+    warmup: set[int] = set()  # requests, the first that appear
     num_read = num_forwards = 0
     for pass_ in passes:
         forward = steps.read(pass_)
-        seen |= dict.fromkeys(pass_.requests.tolist())
-        warmup = set(list(seen)[:warmup_requests])
-        counted = forward.kind != ForwardKind.PREFILL and warmup.isdisjoint(pass_.requests.tolist())
+        requests = pass_.requests.tolist()
+        for request in requests:
+            if len(warmup) < warmup_requests:
+                warmup.add(request)
+        counted = forward.kind != ForwardKind.PREFILL and warmup.isdisjoint(requests)
         num_read += 1
         num_forwards += counted
         for name, run in runs.items():

@@ -144,6 +144,10 @@ def test_other_curves_are_not_replaced_unasked(oled_curves):
         (["trace=proxy-tiny", "points=lru", "points_slots=65"], "points_slots=65: must be whole numbers from 1 to 64"),
         (["trace=proxy-tiny", "points=lru depth", "points_slots=8"], "points=lru depth: 'lru depth' must be NAME"),
         (["trace=proxy-tiny", "points=lru max_admit=["], "'lru max_admit=[' has a value that cannot be read"),
+        (
+            ["trace=proxy-tiny", "points=oled", "points_slots=7"],
+            "points: oled with 7 slots a layer: 21 slots for 3 layers",
+        ),
         (["trace=proxy-tiny", "output.overwrite=maybe"], "output.overwrite: Value 'maybe'"),
         (["trace=proxy-tiny", "points=lr", "points_slots=8"], "policy 'lr'"),
         (["trace=proxy-tiny", "output.dir=."], ".: curves cannot take its place"),
@@ -175,7 +179,7 @@ def test_help_names_every_key_and_curve():
     assert found.code == 0
     for name in (*CURVES, "trace", "warmup_requests", "points", "points_slots", "hardware", "output.dir"):
         assert name in found.out
-    assert max(map(len, found.out.splitlines())) <= 120
+    assert max(map(len, found.out.splitlines())) <= 80
 
 
 def test_both_readings_of_a_trace_move_the_bar():
