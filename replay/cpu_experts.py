@@ -16,7 +16,7 @@ from torch import Tensor
 
 from policies.profile import ProfileError
 from replay.cpu_amx import HAS_AMX, TILE, tile_configurations
-from replay.cpu_kernel import HAS_BFLOAT16, MULTIPLE, most_threads, run_batch, use_threads
+from replay.cpu_kernel import HAS_BFLOAT16, LEAST_PACKED, MULTIPLE, most_threads, run_batch, use_threads
 from replay.cpu_onednn import OneDnn
 
 KERNELS = ("rows", "onednn")
@@ -180,9 +180,7 @@ class _Scratch:
         self._up = np.empty_like(self._gate)
         self._middle = np.empty(self._gate.shape, np.uint16)
         self._wide = np.empty((num_rows, self._hidden), np.float32)
-        num_tiles = (
-            num_rows // 3 if HAS_AMX else 0
-        )  # each of more than four rows, and at most one of an expert not full
+        num_tiles = num_rows // LEAST_PACKED if HAS_AMX else 0  # more than all experts have together
         self._packed_x = np.zeros((num_tiles, self._hidden // 2, TILE), np.uint32)
         self._packed_middle = np.zeros((num_tiles, self._intermediate // 2, TILE), np.uint32)
 

@@ -21,6 +21,7 @@ from replay.cpu_numbers import rounded, silu
 _FEATURES = binding.get_host_cpu_features()
 _LANES = 16 if _FEATURES.get("avx512f") else 8  # of 32 bits, in one register
 HAS_BFLOAT16 = bool(_FEATURES.get("avx512bf16"))  # products of bfloat16 pairs in one instruction
+LEAST_PACKED = 5  # rows of an expert from which on packing them for tiles is worth it
 MULTIPLE = 32  # of which hidden and intermediate sizes must be: whole registers of bfloat16
 
 _I64, _F32 = ir.IntType(64), ir.FloatType()
@@ -135,14 +136,14 @@ def run_batch(experts, ends, x_rows, numbers, x, gate, up, middle, wide, packed_
         up: scratch, [N, M] float32.
         middle: scratch, [N, M] uint16.
         wide: scratch, [N, H] float32.
-        packed_x: scratch, [N / 3, H / 2, 16] uint32.
-        packed_middle: scratch, [N / 3, M / 2, 16] uint32.
+        packed_x: scratch, [N / LEAST_PACKED, H / 2, 16] uint32.
+        packed_middle: scratch, [N / LEAST_PACKED, M / 2, 16] uint32.
         configurations: what tiles are for each number of tokens, [17, 64] uint8; none without AMX.
         out: [N, H] bfloat16 as uint16, in the order of the batch.
     """
     hidden, intermediate = x.shape[1], gate.shape[1]
     matrix = 2 * hidden * intermediate  # bytes
-    least = 5 if len(configurations) else max(1, len(numbers)) + 1  # rows of an expert whose tiles are worth packing
+    least = LEAST_PACKED if len(configurations) else len(numbers) + 1
     first_tile = np.zeros(experts.size + 1, np.int64)  # of each expert's tokens
     for job in range(experts.size):
         load = ends[job] - (ends[job - 1] if job else 0)

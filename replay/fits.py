@@ -53,9 +53,8 @@ def fit(columns: Sequence[ArrayLike], times_ns: ArrayLike) -> Fit:
     found: NDArray[Any] = np.zeros(len(columns))
     while kept:
         found = np.zeros(len(columns))
-        sizes = np.maximum(
-            np.abs(scaled[:, kept]).max(axis=0), np.finfo(float).tiny
-        )  # columns of like size fit exactly
+        # columns of like size fit exactly
+        sizes = np.maximum(np.abs(scaled[:, kept]).max(axis=0), np.finfo(float).tiny)
         found[kept] = np.linalg.lstsq(scaled[:, kept] / sizes, np.ones(len(measured)))[0] / sizes
         if (found >= 0).all():
             break
