@@ -76,14 +76,18 @@ def _sections(
 
 def _contents(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], across: str | None) -> list[str]:
     """What tells a trace and a profile apart from others that bear the same name: of these rows, or of an own file."""
-    kinds: list[tuple[str, str, tuple[str, ...], bool]] = [("trace", "trace_hash", ("trace",), False)]
-    if across is None:  # else a table shows several profiles
-        is_own = row["hardware"] not in names("hardware")
-        kinds.append(("profile", "profile_hash", ("hardware", "hardware_changes"), is_own))
+
+    def is_shared(digest: str, *name: str) -> bool:
+        """Whether rows that bear this name have several contents."""
+        return len({other[digest] for other in rows if all(other[key] == row[key] for key in name)}) > 1
+
     parts = []
-    for what, digest, keys, may_change in kinds:
-        if may_change or len({other[digest] for other in rows if all(other[key] == row[key] for key in keys)}) > 1:
-            parts.append(f"{what} content {row[digest][:HASH_DIGITS]}")
+    if is_shared("trace_hash", "trace"):
+        parts.append(f"trace content {row['trace_hash'][:HASH_DIGITS]}")
+    is_own = row["hardware"] not in names("hardware")
+    # a table across values of the profile shows several
+    if across is None and (is_own or is_shared("profile_hash", "hardware", "hardware_changes")):
+        parts.append(f"profile content {row['profile_hash'][:HASH_DIGITS]}")
     return parts
 
 
@@ -114,10 +118,8 @@ def _side_by_side(table: pl.DataFrame, key: str, width: int) -> str | None:
     for rows, caption in _sections(table, [name for name in SECTION if name not in follows], across=key):
         if rows[key].null_count() or rows.select(*_ROW, key).is_duplicated().any():
             return None
-        lines, variants = (
-            rows.select(_ROW).unique(maintain_order=True).sort(_ROW[0], maintain_order=True),
-            _variants(rows),
-        )
+        lines = rows.select(_ROW).unique(maintain_order=True).sort(_ROW[0], maintain_order=True)
+        variants = _variants(rows)
         columns = _leading(lines, variants)
         for value in rows[key].unique().sort():
             of_value = rows.filter(pl.col(key) == value)
