@@ -9,9 +9,10 @@ import numpy as np
 from policies.contract import Estimates, Policy
 from policies.log import LogChunk
 from policies.profile import Costs
-from simulator import des
+from simulator import clock_loop, des
 from simulator.drive import drive
 from simulator.link import Copy
+from simulator.pointers import is_compiled
 from simulator.timing import staging_of, time
 from tracer.schema import ModelShape, Pass
 
@@ -43,7 +44,8 @@ def simulate(
         estimates: what the policy believes an expert costs.
         staging_slots: slots beyond the cache for transfers; None is twice the transfer chunk.
         chunk_forwards: forwards in one stretch of the log.
-        on_copy: told of every copy to the GPU when it has landed, prefetches included, whose times the log lacks.
+        on_copy: told of every copy to the GPU, prefetches included, whose times the log lacks, in the order of landing
+            and before its stretch of the log is handed on.
 
     Raises:
         ProfileError: fewer staging slots than a chunk of transfers has.
@@ -54,7 +56,8 @@ def simulate(
     """
     staging = staging_of(costs, staging_slots)
     if policy.prefetches:
-        return des.simulate(
+        run = clock_loop.simulate if is_compiled(policy.decide) else des.simulate
+        return run(
             *(passes, policy, shape, slots, costs, estimates),
             staging_slots=staging,
             chunk_forwards=chunk_forwards,

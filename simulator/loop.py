@@ -22,7 +22,7 @@ _PLAN = ((types.int64, 1), (types.int64, 1), (types.bool_, 1), (types.int64, 2),
 _MOVES = ((types.int64, 1), (types.bool_, 2))
 _PLACED = ((types.bool_, 1),)
 
-Pointers = tuple[Pointer, Pointer, Pointer]  # to decide, boundary and place
+Pointers = tuple[Pointer, ...]  # to decide, boundary and place; a loop may be given further ones
 
 
 def pointers_of(policy: Policy, residents: Residents, shape: ModelShape) -> Pointers | None:

@@ -35,9 +35,11 @@ def pointer_to(function: Any, *arguments: Any) -> Pointer:
         function: compiled by numba; None gives NOTHING.
         arguments: values whose types are those of every call.
     """
-    if function is None:
-        return NOTHING
-    kinds = tuple(typeof(argument) for argument in arguments)
+    return NOTHING if function is None else pointer_for(function, *(typeof(argument) for argument in arguments))
+
+
+def pointer_for(function: Any, *kinds: Any) -> Pointer:
+    """Like `pointer_to`, of the numba types of the arguments."""
     function.compile(kinds)
     code = function.overloads[kinds]
     address = code.library.get_pointer_to_function(code.fndesc.llvm_func_name)

@@ -1,0 +1,254 @@
+"""Prefetches that have not started, for the compiled clock: those of plans not issued yet, and then by priority."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.jit import jit
+from tracer.schema import ModelShape
+
+NEVER_NS = int(np.iinfo(np.int64).max)
+_SIZE, _LIVE, _ISSUED = range(3)  # of PrefetchQueue.counts: entries, those that are not dropped, prefetches issued
+_PLANS, _END = range(2)  # of Pending.counts: plans, entries
+
+
+class PrefetchQueue(NamedTuple):
+    """A heap with the smallest (first, second, number) on top. What a layer's begin drops stays in it for a while."""
+
+    first: NDArray[np.float64]  # [N] priority pairs
+    second: NDArray[np.float64]  # [N]
+    number: NDArray[np.int64]  # [N] in order of issue
+    target: NDArray[np.int64]  # [N] layer * E + expert
+    queued: NDArray[np.int64]  # [L, E] how often an expert is queued
+    next_number: NDArray[np.int64]  # [L] that was issued next when the layer began: lower ones were dropped then
+    counts: NDArray[np.int64]  # [3] by the names above
+
+
+class Pending(NamedTuple):
+    """Prefetches of plans that have acted, until they are issued, in the order of the plans."""
+
+    due_ns: NDArray[np.int64]  # [P] of each plan
+    start: NDArray[np.int64]  # [P] its first entry
+    stop: NDArray[np.int64]  # [P] the entry after its last
+    pairs: NDArray[np.float64]  # [N, 2] priorities of the entries
+    target: NDArray[np.int64]  # [N]
+    counts: NDArray[np.int64]  # [2] by the names above
+
+
+def empty_queue(shape: ModelShape) -> PrefetchQueue:
+    """Nothing queued, and room for nothing."""
+    return PrefetchQueue(
+        first=np.empty(0),
+        second=np.empty(0),
+        number=np.empty(0, np.int64),
+        target=np.empty(0, np.int64),
+        queued=np.zeros((shape.num_layers, shape.num_experts), np.int64),
+        next_number=np.zeros(shape.num_layers, np.int64),
+        counts=np.zeros(3, np.int64),
+    )
+
+
+def nothing_pending() -> Pending:
+    """No plans, and room for none."""
+    plans = [np.empty(0, np.int64) for _ in range(3)]
+    return Pending(*plans, np.empty((0, 2)), np.empty(0, np.int64), np.zeros(2, np.int64))
+
+
+def with_room(queue: PrefetchQueue, pending: Pending) -> tuple[PrefetchQueue, Pending]:
+    """Both, with room for all that the plans of one more forward may name: every expert at every gate."""
+    num_layers, more = len(queue.queued), len(queue.queued) * queue.queued.size
+    num_plans, end = pending.counts.tolist()
+    if pending.due_ns.size < num_plans + num_layers:
+        plans = {name: _longer(getattr(pending, name), num_plans + num_layers) for name in ("due_ns", "start", "stop")}
+        pending = pending._replace(**plans)
+    if pending.target.size < end + more:
+        first = int(pending.start[:num_plans].min(initial=end))  # what was issued before is done with
+        pending.start[:num_plans] -= first
+        pending.stop[:num_plans] -= first
+        entries = {name: _longer(getattr(pending, name)[first:], end - first + more) for name in ("pairs", "target")}
+        pending = pending._replace(**entries)
+        pending.counts[_END] = end = end - first
+    size = int(queue.counts[_SIZE]) + end + more
+    if queue.number.size < size:
+        names = ("first", "second", "number", "target")
+        queue = queue._replace(**{name: _longer(getattr(queue, name), size) for name in names})
+    return queue, pending
+
+
+def _longer(array: NDArray[Any], size: int) -> NDArray[Any]:
+    """A copy with room for more than `size`, so that it is not made each time."""
+    longer = np.empty((2 * size, *array.shape[1:]), array.dtype)
+    longer[: len(array)] = array
+    return longer
+
+
+def most_started(queue: PrefetchQueue, pending: Pending) -> int:
+    """Prefetches that may start during the next forward."""
+    return int(queue.counts[_LIVE] + pending.counts[_END]) + len(queue.queued) * queue.queued.size
+
+
+@jit
+def postpone(pending, num_experts, due_ns, prefetches, priority):
+    """Keep the prefetches of a plan, [N, 2], and their priorities, [N, 2], until they are due."""
+    plan, end = pending.counts[_PLANS], pending.counts[_END]
+    pending.due_ns[plan], pending.start[plan] = due_ns, end
+    for row in range(prefetches.shape[0]):
+        pending.target[end] = prefetches[row, 0] * num_experts + prefetches[row, 1]
+        pending.pairs[end, 0], pending.pairs[end, 1] = priority[row, 0], priority[row, 1]
+        end += 1
+    pending.stop[plan], pending.counts[_PLANS], pending.counts[_END] = end, plan + 1, end
+
+
+@jit
+def next_due(pending):
+    """The plan whose prefetches are issued next, the oldest of those due together, and when; (-1, NEVER_NS) if none."""
+    found, due_ns = -1, NEVER_NS
+    for plan in range(pending.counts[_PLANS]):
+        if pending.due_ns[plan] < due_ns:
+            found, due_ns = plan, pending.due_ns[plan]
+    return found, due_ns
+
+
+@jit
+def issue(queue, pending, plan):
+    """Queue the prefetches of a pending plan; returns how many they are."""
+    start, stop = pending.start[plan], pending.stop[plan]
+    for entry in range(start, stop):
+        _push(queue, pending.pairs[entry, 0], pending.pairs[entry, 1], pending.target[entry])
+    last = pending.counts[_PLANS] - 1
+    for later in range(plan, last):
+        pending.due_ns[later] = pending.due_ns[later + 1]
+        pending.start[later], pending.stop[later] = pending.start[later + 1], pending.stop[later + 1]
+    pending.counts[_PLANS] = last
+    if last == 0:
+        pending.counts[_END] = 0
+    return stop - start
+
+
+@jit
+def num_queued(queue):
+    """Prefetches that wait for the link."""
+    return queue.counts[_LIVE]
+
+
+@jit
+def clear(queue):
+    """Drop all; returns how many they were."""
+    count = queue.counts[_LIVE]
+    if count > 0:
+        queue.queued[:] = 0
+    queue.counts[_SIZE] = queue.counts[_LIVE] = 0
+    return count
+
+
+@jit
+def drop(queue, layer, dropped):
+    """Drop those for a layer that begins, and set `dropped`, [E] bool, to their experts; returns how many they were."""
+    count = 0
+    for expert in range(dropped.size):
+        dropped[expert] = queue.queued[layer, expert] > 0
+        count += queue.queued[layer, expert]
+        queue.queued[layer, expert] = 0
+    queue.next_number[layer] = queue.counts[_ISSUED]
+    queue.counts[_LIVE] -= count
+    if queue.counts[_SIZE] > 2 * queue.counts[_LIVE]:
+        _sweep(queue)
+    return count
+
+
+@jit
+def next_target(queue):
+    """The next prefetch, as layer * E + expert; there must be one."""
+    while _is_dropped(queue, 0):
+        _remove_top(queue)
+    return queue.target[0]
+
+
+@jit
+def take(queue):
+    """Remove the prefetch that `next_target` has found."""
+    queue.queued.ravel()[queue.target[0]] -= 1
+    queue.counts[_LIVE] -= 1
+    _remove_top(queue)
+
+
+@jit
+def _is_dropped(queue, place):
+    layer = queue.target[place] // queue.queued.shape[1]
+    return queue.number[place] < queue.next_number[layer]
+
+
+@jit
+def _sweep(queue):
+    """Remove what was dropped."""
+    size = 0
+    for place in range(queue.counts[_SIZE]):
+        if not _is_dropped(queue, place):
+            _move(queue, place, size)
+            size += 1
+    queue.counts[_SIZE] = size
+    for place in range(size // 2 - 1, -1, -1):
+        _sink(queue, place, queue.first[place], queue.second[place], queue.number[place], queue.target[place])
+
+
+@jit
+def _push(queue, first, second, target):
+    number, place = queue.counts[_ISSUED], queue.counts[_SIZE]
+    queue.counts[_ISSUED] += 1
+    queue.counts[_SIZE] += 1
+    queue.counts[_LIVE] += 1
+    queue.queued.ravel()[target] += 1
+    while place > 0:
+        above = (place - 1) >> 1
+        if not _is_before(first, second, number, queue, above):
+            break
+        _move(queue, above, place)
+        place = above
+    _put(queue, place, first, second, number, target)
+
+
+@jit
+def _remove_top(queue):
+    last = queue.counts[_SIZE] - 1
+    queue.counts[_SIZE] = last
+    if last > 0:
+        _sink(queue, 0, queue.first[last], queue.second[last], queue.number[last], queue.target[last])
+
+
+@jit
+def _sink(queue, place, first, second, number, target):
+    """Put an entry at a place, or below it, where it is before all under it."""
+    size = queue.counts[_SIZE]
+    while 2 * place + 1 < size:
+        below = 2 * place + 1
+        other = below + 1
+        if other < size and _is_before(queue.first[other], queue.second[other], queue.number[other], queue, below):
+            below = other
+        if _is_before(first, second, number, queue, below):
+            break
+        _move(queue, below, place)
+        place = below
+    _put(queue, place, first, second, number, target)
+
+
+@jit
+def _is_before(first, second, number, queue, place):
+    if first != queue.first[place]:
+        return first < queue.first[place]
+    if second != queue.second[place]:
+        return second < queue.second[place]
+    return number < queue.number[place]
+
+
+@jit
+def _move(queue, source, place):
+    _put(queue, place, queue.first[source], queue.second[source], queue.number[source], queue.target[source])
+
+
+@jit
+def _put(queue, place, first, second, number, target):
+    queue.first[place], queue.second[place] = first, second
+    queue.number[place], queue.target[place] = number, target
