@@ -60,7 +60,8 @@ class Grid:
             outcome = Outcome(label)
         except USER_ERRORS as error:
             outcome = Outcome(label, explain(error))
-        except Exception as error:  # a bug, of one cell: the others go on, and all failures are listed at the end
+        # a bug, or a policy that ends the program: of one cell; the others go on, and all are listed at the end
+        except (Exception, SystemExit) as error:
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
             outcome = Outcome(label, text, "".join(traceback.format_exception(error)))
         line = json.dumps(asdict(outcome)) + "\n"

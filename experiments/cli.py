@@ -24,6 +24,7 @@ from experiments.cells import cells_of
 from experiments.errors import ConfigError
 from experiments.messages import USER_ERRORS, explain
 from experiments.terminal import INTERRUPTED, Ended, ending_as_error, flush, mend_streams
+from policies.contract import PolicyError
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: 1 shows tracebacks
 
@@ -160,6 +161,8 @@ class Job:
             self.run(config)
         except Exception as error:  # raised again when Hydra has returned
             self.failure = error
+        except SystemExit as end:  # a policy's own: no run of ours ends the program
+            self.failure = PolicyError(f"the policy ended the program, by sys.exit({end.code!r})")
 
 
 def _report_failures(program: str, sweep: Path, grid: str) -> None:

@@ -159,10 +159,11 @@ def _run(setting: Setting, output: str | Path | None, kept: Kept) -> Result:
     table = ForwardTable(
         traced.num_layers, traced.num_experts, given.warmup_requests, costs.policy_ns, policy.pool == "global"
     )
-    fewest_key = reader, given.warmup_requests, slots if policy.sized else policy.name, setting.staging_slots
+    # only of a policy that takes the slots it is given is their number known before the run
+    fewest_key = (reader, given.warmup_requests, slots, setting.staging_slots) if policy.sized else None
     bound = LowerBound(
         *(policy, traced.num_layers, traced.num_experts, given.warmup_requests, costs, setting.staging_slots),
-        num_misses=kept.fewest_misses.get(fewest_key),
+        num_misses=kept.fewest_misses.get(fewest_key) if fewest_key else None,
     )
     compared = Comparison(policy)
     run_manifest = manifest(setting, policy)
@@ -176,7 +177,8 @@ def _run(setting: Setting, output: str | Path | None, kept: Kept) -> Result:
             for taker in takers:
                 taker.add(chunk)
             bar.update(len(chunk.forwards))
-        kept.fewest_misses.put(fewest_key, bound.num_misses, 1)
+        if fewest_key:
+            kept.fewest_misses.put(fewest_key, bound.num_misses, 1)
         summary = summary_of(table, policy, setting, bound)
         summary["warnings"] += compared.warnings
         if timeline:

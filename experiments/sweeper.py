@@ -63,6 +63,8 @@ class GridSweeper(Sweeper):
     __module__ = _PLUGIN
 
     def __init__(self, num_batches: int) -> None:
+        if not (isinstance(num_batches, int) and num_batches >= 1):
+            raise ConfigError(f"hydra.sweeper.num_batches is {num_batches}, must be 1 or more")
         self._num_batches = num_batches
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
@@ -83,6 +85,8 @@ class GridSweeper(Sweeper):
         found = cells(axes, lambda text: text.partition("=")[2])
         parts = batches(found, self._num_batches)
         directory = Path(config.hydra.sweep.dir).absolute()
+        if (directory / "routing.parquet").exists():
+            raise ConfigError(f"{directory}: is a trace; a grid needs a directory of its own")
         directory.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, directory / "multirun.yaml")
         for left in directory.glob(".*.journal"):  # of a multirun that was killed
@@ -175,6 +179,8 @@ def _axes(overrides: Sequence[Override]) -> dict[str, list[str]]:
             axes[key] = [str(override.input_line)]
         elif override.is_discrete_sweep():
             axes[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            if not axes[key]:
+                raise ConfigError(f"{override.input_line}: holds no value; must be one or more")
         else:
             raise ConfigError(f"{override.input_line}: cannot be swept; must be values with commas, range() or glob()")
     return axes
@@ -186,7 +192,7 @@ def _check(composer: Composer, axes: dict[str, list[str]]) -> None:
     for choice in product(*(axes[key] for key in groups)):
         first = {key: values[0] for key, values in axes.items()} | dict(zip(groups, choice, strict=True))
         composer.compose(list(first.values()))
-        for key in axes.keys() - set(groups):
+        for key in sorted(axes.keys() - set(groups)):
             for text in axes[key][1:]:
                 composer.compose(list((first | {key: text}).values()))
 

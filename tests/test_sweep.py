@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import experiments.run
 import experiments.simulate_command
 from experiments.collect import table_of
 from experiments.files import ALWAYS
+from experiments.profiles import find_profile
 from experiments.run import simulate
 from experiments.simulate_command import main
 from experiments.summary import COLUMNS
@@ -306,3 +308,63 @@ def test_a_damaged_result_is_made_again():
     path.write_text(whole[:40])
     sweep("policy=lru", "cache.slots_per_layer=8")
     assert path.read_text() == whole
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("hydra.sweeper.num_batches=0", "num_batches is 0, must be 1 or more"),
+        ("cache.slots_per_layer=range(8,8)", "holds no value; must be one or more"),
+    ],
+)
+def test_a_grid_of_nothing_is_refused(argument, words):
+    finished = sweep("policy=lru", argument, code=2)
+    assert words in finished.err
+    assert not Path("grid").exists()
+
+
+def test_a_grid_does_not_go_into_a_trace():
+    before = sorted(path.name for path in Path("small.trace").iterdir())
+    finished = command(main, "-m", "trace=small.trace", "policy=lru,lfu", "output.dir=small.trace")
+    assert finished.code == 2
+    assert "is a trace; a grid needs a directory of its own" in finished.err
+    assert sorted(path.name for path in Path("small.trace").iterdir()) == before
+
+
+ENDS = """
+import sys
+from policies.plain import PlainPolicy
+
+class Ends(PlainPolicy):
+    def decide(self, step, view):
+        sys.exit(0)
+"""
+
+
+def test_a_policy_that_ends_the_program_is_a_failed_cell():
+    Path("ends.py").write_text(ENDS)
+    Path("copy.py").write_text(ENDS)
+    finished = sweep("policy=custom", "policy.path=ends.py,copy.py", "cache.slots_per_layer=8", code=1)
+    errors = [line for line in finished.err.splitlines() if "error: " in line]
+    assert [line.rpartition(": ")[0].endswith("SystemExit") for line in errors] == [True, True]
+
+
+def test_a_policy_that_ends_the_program_is_an_error():
+    Path("ends.py").write_text(ENDS)
+    arguments = ("policy.path=ends.py", "cache.slots_per_layer=8", "output.dir=out")
+    finished = command(main, "trace=small.trace", "policy=custom", *arguments)
+    assert finished.code == 2
+    assert "the policy ended the program, by sys.exit(0)" in finished.err
+    assert not Path("out").exists()
+
+
+def test_the_bound_on_time_of_a_log_is_that_of_its_own_slots():
+    profile = find_profile("rtx5090")
+    slow = replace(profile.roofline, cpu_bytes_per_s=1e5)
+    machine = replace(profile, h2d_bytes_per_s=1e5, roofline=slow)  # misses bind, not the GPU
+    runs = [simulate("small.trace", "lru", slots, machine, output=f"lru{slots}", decisions=True) for slots in (1, 12)]
+    logs = "policy.path=lru1/decisions.parquet,lru12/decisions.parquet"
+    sweep("policy=log", logs, "hardware.h2d_bytes_per_s=1e5", "hardware.roofline.cpu_bytes_per_s=1e5")
+    alone = [run.summary["lower_bound_tpot_ms"] for run in runs]
+    assert table().sort("slots_per_layer")["lower_bound_tpot_ms"].to_list() == alone
+    assert alone[0] > alone[1]
