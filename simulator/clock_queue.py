@@ -53,8 +53,14 @@ def empty_queue(shape: ModelShape) -> PrefetchQueue:
 
 def nothing_pending() -> Pending:
     """No plans, and room for none."""
-    plans = [np.empty(0, np.int64) for _ in range(3)]
-    return Pending(*plans, np.empty((0, 2)), np.empty(0, np.int64), np.zeros(2, np.int64))
+    return Pending(
+        due_ns=np.empty(0, np.int64),
+        start=np.empty(0, np.int64),
+        stop=np.empty(0, np.int64),
+        pairs=np.empty((0, 2)),
+        target=np.empty(0, np.int64),
+        counts=np.zeros(2, np.int64),
+    )
 
 
 def with_room(queue: PrefetchQueue, pending: Pending) -> tuple[PrefetchQueue, Pending]:
