@@ -16,6 +16,7 @@ import numpy as np
 
 from experiments.bench_caches import caches_as_text, measure_caches
 from experiments.bench_decide import decisions_as_text, measure_decisions
+from experiments.bench_engines import engines_as_text, measure_engines
 from experiments.bench_memory import TRACE as REPEATED
 from experiments.bench_memory import measure_memory, memory_as_text
 from experiments.bench_sweep import POLICIES as GRID_POLICIES
@@ -60,10 +61,26 @@ def _parser() -> argparse.ArgumentParser:
         run=lambda given: measure_decisions(given.trace, given.slots, given.policy, given.forwards, given.repeats),
         show=decisions_as_text,
     )
+    _add_engines(commands)
     _add_caches(commands)
     _add_sweep(commands)
     _add_memory(commands)
     return parser
+
+
+def _add_engines(commands: Any) -> None:
+    text = "layer executions a second of each policy with full timing, compiled and in the event engine"
+    engines = commands.add_parser("engines", help=text, description=text, allow_abbrev=False)
+    engines.add_argument("--trace", default=TRACE, help=f"shipped name or path (default {TRACE})")
+    engines.add_argument("--slots", type=_count, default=40, metavar="N", help="of each layer (default 40)")
+    engines.add_argument("--forwards", type=_count, default=200, metavar="N", help="first of the trace (default 200)")
+    engines.add_argument("--repeats", type=_count, default=5, metavar="N", help="compiled (default 5)")
+    engines.add_argument("--policy", action="append", metavar="NAME", help="repeatable (default all)")
+    engines.add_argument("--json", type=Path, metavar="FILE", help="where to write all that was measured")
+    engines.set_defaults(
+        run=lambda given: measure_engines(given.trace, given.slots, given.policy, given.forwards, given.repeats),
+        show=engines_as_text,
+    )
 
 
 def _add_memory(commands: Any) -> None:

@@ -136,3 +136,18 @@ def test_a_grid_is_timed_whole_and_in_parts(tmp_path, capsys):
         "lru",
         "full",
     ]
+
+
+def test_both_engines_are_measured_on_the_same_steps(tmp_path, capsys):
+    file = tmp_path / "engines.json"
+    arguments = ["--trace", "proxy-tiny", "--slots", "16", "--forwards", "6", "--repeats", "2", "--json", str(file)]
+    bench.main(["engines", *arguments, "--policy", "lru", "--policy", "gate_ahead"])
+    report = json.loads(file.read_text())
+    assert list(report["policies"]) == ["lru", "gate_ahead"]
+    for row in report["policies"].values():
+        assert row["num_steps"] == 6 * NUM_LAYERS
+        assert row["compiled_steps_per_s"] == pytest.approx(row["ratio"] * row["des_steps_per_s"])
+        assert row["compiled_accesses_per_s"] / row["compiled_steps_per_s"] == pytest.approx(
+            row["num_accesses"] / row["num_steps"]
+        )
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
