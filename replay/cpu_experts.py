@@ -95,6 +95,10 @@ class CpuExperts:
         self._is_running = True
         self._asked.put(batch)
 
+    def has_answer(self) -> bool:
+        """Whether `wait` would return at once."""
+        return not self._answers.empty()
+
     def wait(self) -> BatchTimes:
         """Return when the batch that was started has written its results, with the time that it took.
 

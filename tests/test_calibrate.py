@@ -18,13 +18,14 @@ from experiments.calibrate import profile_as_yaml, write_profile
 from experiments.profiles import load_profile, load_shape, names, profile_from_dict
 from policies.profile import ProfileError
 from replay import link_state
+from replay.arrange import Index
 from replay.calibrate import QUICK, Measured, ShapeMeasured
 from replay.calibrate_cpu import CpuRate, Slowdowns, fit_batches
 from replay.calibrate_gpu import Clock, GpuRate
 from replay.calibrate_link import MIB, CopyRate, HostPool, Link, measure_copies
 from replay.calibrate_parts import LLaDA2Parts
 from replay.calibrated import notes_of, profile_of
-from replay.expert_kernel import ExpertKernel
+from replay.expert_kernel import expert_kernels, make_buffers
 from replay.fits import fit
 from replay.link_state import LinkState, check_link
 from replay.repeats import Repeated, repeated, repeated_by_size
@@ -143,18 +144,19 @@ def test_the_grouped_kernel_runs_each_row_by_the_expert_of_its_slot():
     generator = torch.Generator().manual_seed(0)
     hidden, intermediate = 64, 32
     slots = (torch.randn(5, 3 * hidden * intermediate, generator=generator) * 0.1).to(torch.bfloat16)
-    x = torch.randn(4, hidden, generator=generator).to(torch.bfloat16)
-    rows, places = torch.tensor([2, 0, 1, 3]), torch.tensor([3, 1, 4, 0])
-    out = torch.full((6, hidden), 7.0, dtype=torch.bfloat16)
-    ends = torch.tensor([0, 2, 2, 4, 4], dtype=torch.int32)
-    ExpertKernel(slots, hidden, intermediate).run(x, rows, ends, places, out)
-    for place, row, slot in zip([3, 1, 4, 0], [2, 0, 1, 3], [1, 1, 3, 3], strict=True):
+    buffers, index = make_buffers(slots, 4, 1, hidden), Index(2, 3, 4, torch.device("cpu"))
+    buffers.x.copy_(torch.randn(4, hidden, generator=generator))
+    buffers.rows.fill_(7)
+    ids = np.array([[7], [9], [9], [2]], np.int32)
+    index.write(ids, np.array([9, 2, 7]), np.array([2, 3]), np.array([3, 0, 4], np.int32), np.empty(0, np.int64))
+    expert_kernels(buffers, index, hidden, intermediate).run(0, 2)
+    for token, slot in ((1, 3), (2, 3), (3, 0)):
         gate, up, down = slots[slot].float().view(3, -1)
-        middle = torch.nn.functional.silu(x[row].float() @ gate.view(intermediate, hidden).t())
-        middle = middle * (x[row].float() @ up.view(intermediate, hidden).t())
-        expected = middle @ down.view(hidden, intermediate).t()
-        assert (out[place].float() - expected).norm() / expected.norm() < 0.01
-    assert (out[[2, 5]] == 7).all()
+        x = buffers.x[token].float()
+        middle = torch.nn.functional.silu(gate.view(intermediate, hidden) @ x) * (up.view(intermediate, hidden) @ x)
+        expected = down.view(hidden, intermediate) @ middle
+        assert (buffers.rows[token].float() - expected).norm() / expected.norm() < 0.01
+    assert (buffers.rows[0] == 7).all()
 
 
 def test_parts_of_a_forward_run(tiny):

@@ -1,0 +1,186 @@
+"""The experts in host memory, each flat in a row, from where they are copied to the GPU or computed on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from policies.profile import ProfileError
+
+MIB = 2**20
+LARGEST_CHUNK = 4 * 2**30  # larger pinned blocks are refused by some drivers
+_BLOCK_STD = 0.02
+
+
+class Budget(NamedTuple):
+    """What an arena needs, before any of it is taken."""
+
+    num_experts: int  # that have memory of their own
+    expert_bytes: int
+    chunks: tuple[int, ...]  # bytes of each, powers of two
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all chunks."""
+        return sum(self.chunks)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_experts} experts of {self.expert_bytes / MIB:.4g} MiB: {self.num_bytes / MIB:.0f} MiB in "
+            f"{len(self.chunks)} chunks"
+        )
+
+
+def plan_arena(num_experts: int, expert_bytes: int, padding: int = 0) -> Budget:
+    """Chunks for so many experts: powers of two, since pinned memory is handed out in these, of 4 GiB at most.
+
+    Args:
+        num_experts: to be stored.
+        expert_bytes: of each.
+        padding: experts' worth of bytes that must follow the last expert of a chunk.
+    """
+    most = LARGEST_CHUNK // expert_bytes - padding
+    if most < 1:
+        raise ProfileError(
+            f"{1 + padding} experts of {expert_bytes / MIB:.0f} MiB in a row: must fit a chunk of {LARGEST_CHUNK / MIB:.0f} MiB"
+        )
+    full, rest = divmod(num_experts, most)
+    sizes = [LARGEST_CHUNK] * full
+    if rest:
+        sizes.append(1 << ((rest + padding) * expert_bytes - 1).bit_length())
+    return Budget(num_experts, expert_bytes, tuple(sizes))
+
+
+class Arena:
+    """Experts of all layers in host memory, pinned where copies are to be fast.
+
+    Where there is less room than experts need, some share memory: `num_distinct` says how many do not.
+
+    Args:
+        num_layers: L.
+        num_experts: E.
+        expert_numel: bfloat16 numbers of an expert: gate [M, H], up [M, H], down [H, M] in a row.
+        num_distinct: experts with memory of their own; None is all.
+        padding: experts' worth of bytes that can be read beyond any expert.
+        pinned: whether the GPU can read it directly.
+        allow_pageable: go on with pageable memory where it cannot be pinned; `is_pinned` tells.
+
+    Raises:
+        ProfileError: there is not so much memory, or not so much may be pinned.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        expert_numel: int,
+        *,
+        num_distinct: int | None = None,
+        padding: int = 0,
+        pinned: bool = False,
+        allow_pageable: bool = False,
+    ) -> None:
+        total = num_layers * num_experts
+        self.num_distinct = total if num_distinct is None else num_distinct
+        if not 1 <= self.num_distinct <= total:
+            raise ProfileError(f"{self.num_distinct} distinct experts: must be 1 to {total}, those of all layers")
+        self.budget = plan_arena(self.num_distinct, 2 * expert_numel, padding)
+        _require_room(self.budget)
+        self.is_pinned = pinned
+        self._chunks: list[Tensor] = []
+        try:
+            self._allocate(pinned)
+        except RuntimeError as error:
+            self._chunks.clear()
+            if not pinned:
+                raise ProfileError(f"{self.budget} of host memory could not be allocated: {_first(error)}") from None
+            _clear_pending_error()
+            if not allow_pageable:
+                raise ProfileError(
+                    f"{self.budget} of host memory could not be pinned: {_first(error)}; raise the limit (ulimit -l), "
+                    "let fewer experts be distinct, or allow pageable memory"
+                ) from None
+            self.is_pinned = False
+            self._allocate(False)
+        self._num_experts, self._padding = num_experts, padding
+        per_chunk = LARGEST_CHUNK // (2 * expert_numel) - padding
+        self._places = [divmod(i, per_chunk) for i in range(self.num_distinct)]
+        self.experts = [
+            [self._at((layer * num_experts + e) % self.num_distinct, expert_numel, 0) for e in range(num_experts)]
+            for layer in range(num_layers)
+        ]
+        self.sources = self.experts  # what a copy reads: the expert, and padding behind it
+        if padding:
+            self.sources = [
+                [
+                    self._at((layer * num_experts + e) % self.num_distinct, expert_numel, padding)
+                    for e in range(num_experts)
+                ]
+                for layer in range(num_layers)
+            ]
+
+    def fill(self, seed: int = 0, progress: Callable[[int], None] | None = None) -> None:
+        """Draw weights, all distinct: one block of random numbers, turned by another length for each expert.
+
+        Args:
+            seed: of the block.
+            progress: told of each expert.
+        """
+        numel = self.budget.expert_bytes // 2
+        block = torch.randn(numel, generator=torch.Generator().manual_seed(seed)).mul_(_BLOCK_STD).to(torch.bfloat16)
+        for i in range(self.num_distinct):
+            expert = self._at(i, numel, 0)
+            turn = i * 7919 % numel
+            expert[: numel - turn].copy_(block[turn:])
+            expert[numel - turn :].copy_(block[:turn])
+            if progress is not None:
+                progress(1)
+
+    def _allocate(self, pinned: bool) -> None:
+        for num_bytes in self.budget.chunks:
+            self._chunks.append(torch.empty(num_bytes // 2, dtype=torch.bfloat16, pin_memory=pinned))
+
+    def _at(self, index: int, numel: int, padding: int) -> Tensor:
+        chunk, place = self._places[index]
+        return self._chunks[chunk][place * numel : (place + 1 + padding) * numel]
+
+
+def _require_room(budget: Budget) -> None:
+    """Refuse what the host has no memory for, before the system starts to end processes."""
+    available = available_bytes()
+    if available is not None and budget.num_bytes > available:
+        raise ProfileError(
+            f"{budget} of host memory are needed, {available / MIB:.0f} MiB are available; let fewer experts be distinct"
+        )
+
+
+def available_bytes() -> int | None:
+    """Host memory that can still be taken; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _cached_bytes()
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _cached_bytes() -> int:
+    """Memory of files that the system gives up when it is needed."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123 - no path of ours
+            values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+    except (OSError, ValueError, IndexError):
+        return 0
+    return max(0, values.get("MemAvailable", 0) - values.get("MemFree", 0))
+
+
+def _clear_pending_error() -> None:
+    """Take back the error that a failed pinning leaves behind, which the next kernel would report as its own."""
+    if torch.cuda.is_available():
+        torch.cuda.cudart().cudaGetLastError()
+
+
+def _first(error: BaseException) -> str:
+    return str(error).splitlines()[0]

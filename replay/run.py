@@ -1,0 +1,54 @@
+"""Runs of one trace on one machine: passes prepared once, a machine for the largest cache, and a log for each policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from policies.contract import Estimates, Policy
+from policies.log import LogChunk
+from policies.steps import Steps
+from replay.executor import Run
+from replay.machine import Machine
+from tracer.schema import ModelShape, Pass
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """What a run measured."""
+
+    chunks: list[LogChunk]
+    host_us: float  # of the issuing thread for one layer, without decisions and waits; median
+
+
+def replay(
+    machine: Machine,
+    passes: Sequence[Pass],
+    policy: Policy,
+    shape: ModelShape,
+    slots: int,
+    estimates: Estimates,
+    staging: int,
+    progress: Callable[[int], None] | None = None,
+) -> Replayed:
+    """Run a policy over the first passes of a machine, with real copies, kernels and CPU experts.
+
+    Args:
+        machine: made for these passes, or for more that follow.
+        passes: to be run.
+        policy: built for the traced shape.
+        shape: of the traced model.
+        slots: of all layers together, without staging.
+        estimates: what the policy believes an expert costs.
+        staging: slots beyond the cache.
+        progress: told of each forward that has run.
+
+    Raises:
+        PlanError, PolicyError, ProfileError, TraceError: as the simulator raises them, and where the machine is too small.
+    """
+    steps = Steps(shape, policy.reads_signals)
+    forwards = [steps.read(pass_) for pass_ in passes]
+    run = Run(machine, policy, shape, slots, estimates, staging)
+    chunks = list(run.log(passes, forwards, progress))
+    return Replayed(chunks, median(record.host_ns for note in run.forwards for record in note.layers) / 1e3)
