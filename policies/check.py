@@ -97,19 +97,25 @@ def _prefetching(plan, view):
     if plan.prefetches.shape[0] == 0:
         return FINE, -1
     num_layers, num_experts = view.resident.shape
+    # thousands, at every gate: a loop that takes its arrays out of tuples, or returns, counts references to them
+    prefetches, priority, resident, in_flight = plan.prefetches, plan.prefetch_priority, view.resident, view.in_flight
     named = np.zeros((num_layers, num_experts), np.bool_)
-    for row in range(plan.prefetches.shape[0]):
-        at, expert = plan.prefetches[row, 0], plan.prefetches[row, 1]
+    broken, which = FINE, -1
+    for row in range(prefetches.shape[0]):
+        at, expert = prefetches[row, 0], prefetches[row, 1]
         if not (0 <= at < num_layers and 0 <= expert < num_experts):
-            return PREFETCH_RANGE, row
-        if view.resident[at, expert] or view.in_flight[at, expert]:
-            return PREFETCH_HELD, row
-        if named[at, expert]:
-            return PREFETCH_TWICE, row
+            broken = PREFETCH_RANGE
+        elif resident[at, expert] or in_flight[at, expert]:
+            broken = PREFETCH_HELD
+        elif named[at, expert]:
+            broken = PREFETCH_TWICE
+        elif np.isnan(priority[row, 0]) or np.isnan(priority[row, 1]):
+            broken = PRIORITY_NAN
+        if broken != FINE:
+            which = row
+            break
         named[at, expert] = True
-        if np.isnan(plan.prefetch_priority[row, 0]) or np.isnan(plan.prefetch_priority[row, 1]):
-            return PRIORITY_NAN, row
-    return FINE, -1
+    return broken, which
 
 
 def place_of(at: Step | End) -> str:

@@ -99,13 +99,14 @@ def most_started(queue: PrefetchQueue, pending: Pending) -> int:
 @jit
 def postpone(pending, num_experts, due_ns, prefetches, priority):
     """Keep the prefetches of a plan, [N, 2], and their priorities, [N, 2], until they are due."""
-    plan, end = pending.counts[_PLANS], pending.counts[_END]
-    pending.due_ns[plan], pending.start[plan] = due_ns, end
-    for row in range(prefetches.shape[0]):
-        pending.target[end] = prefetches[row, 0] * num_experts + prefetches[row, 1]
-        pending.pairs[end, 0], pending.pairs[end, 1] = priority[row, 0], priority[row, 1]
-        end += 1
-    pending.stop[plan], pending.counts[_PLANS], pending.counts[_END] = end, plan + 1, end
+    plan, start = pending.counts[_PLANS], pending.counts[_END]
+    end = start + prefetches.shape[0]
+    pairs, targets = pending.pairs[start:end], pending.target[start:end]
+    for row in range(targets.size):
+        targets[row] = prefetches[row, 0] * num_experts + prefetches[row, 1]
+        pairs[row, 0], pairs[row, 1] = priority[row, 0], priority[row, 1]
+    pending.due_ns[plan], pending.start[plan], pending.stop[plan] = due_ns, start, end
+    pending.counts[_PLANS], pending.counts[_END] = plan + 1, end
 
 
 @jit
@@ -122,8 +123,7 @@ def next_due(pending):
 def issue(queue, pending, plan):
     """Queue the prefetches of a pending plan; returns how many they are."""
     start, stop = pending.start[plan], pending.stop[plan]
-    for entry in range(start, stop):
-        _push(queue, pending.pairs[entry, 0], pending.pairs[entry, 1], pending.target[entry])
+    _push(queue, pending.pairs[start:stop], pending.target[start:stop])
     last = pending.counts[_PLANS] - 1
     for later in range(plan, last):
         pending.due_ns[later] = pending.due_ns[later + 1]
@@ -201,19 +201,25 @@ def _sweep(queue):
 
 
 @jit
-def _push(queue, first, second, target):
-    number, place = queue.counts[_ISSUED], queue.counts[_SIZE]
-    queue.counts[_ISSUED] += 1
-    queue.counts[_SIZE] += 1
-    queue.counts[_LIVE] += 1
-    queue.queued.ravel()[target] += 1
-    while place > 0:
-        above = (place - 1) >> 1
-        if not _is_before(first, second, number, queue, above):
-            break
-        _move(queue, above, place)
-        place = above
-    _put(queue, place, first, second, number, target)
+def _push(queue, pairs, targets):
+    """Put entries into the heap: thousands, at every gate."""
+    firsts, seconds, numbers, places = queue.first, queue.second, queue.number, queue.target
+    queued, counts = queue.queued.ravel(), queue.counts
+    size, issued = counts[_SIZE], counts[_ISSUED]
+    for entry in range(targets.size):
+        first, second, target, place = pairs[entry, 0], pairs[entry, 1], targets[entry], size + entry
+        while place > 0:
+            above = (place - 1) >> 1
+            # of equal ones the one above was issued before
+            if firsts[above] < first or (firsts[above] == first and seconds[above] <= second):
+                break
+            firsts[place], seconds[place] = firsts[above], seconds[above]
+            numbers[place], places[place] = numbers[above], places[above]
+            place = above
+        firsts[place], seconds[place], numbers[place], places[place] = first, second, issued + entry, target
+        queued[target] += 1
+    for count in (_SIZE, _LIVE, _ISSUED):
+        counts[count] += targets.size
 
 
 @jit
