@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from threading import Event as Flag
 from threading import Thread
@@ -50,6 +51,14 @@ class Device(Protocol):
         """An event that was not recorded yet."""
         ...
 
+    def reserve(self, count: int) -> None:
+        """Have so many events ready."""
+        ...
+
+    def copying(self) -> AbstractContextManager[object]:
+        """Within it, copies can be put on their stream, and nothing else on any."""
+        ...
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Put a copy from host memory on the stream of copies."""
         ...
@@ -90,13 +99,19 @@ class _Cuda:
         self._ready: list[torch.cuda.Event] = []
 
     def event(self) -> torch.cuda.Event:
-        if not self._ready:
-            self._ready = [torch.cuda.Event(enable_timing=True) for _ in range(256)]
-        return self._ready.pop()
+        return self._ready.pop() if self._ready else torch.cuda.Event(enable_timing=True)
+
+    def reserve(self, count: int) -> None:
+        while len(self._ready) < count:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(self.compute)  # the driver makes it now
+            self._ready.append(event)
+
+    def copying(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.copies)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self.copies):
-            target.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=True)
 
     def captured(self, work: Work) -> Work:
         for _ in range(2):  # what is compiled or chosen at first use is not captured
@@ -182,6 +197,12 @@ class _Host:
 
     def event(self) -> _HostEvent:
         return _HostEvent()
+
+    def reserve(self, count: int) -> None:
+        pass
+
+    def copying(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self.copies.put(lambda: _copied(target, source))

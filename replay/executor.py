@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
@@ -26,6 +28,7 @@ from replay.slots import Freed, Slots
 from tracer.schema import ModelShape, Pass
 
 Action = Callable[[], None]
+_EVENTS_PER_LAYER = 64  # that are made before a run; what it needs beyond is made when it is needed
 
 
 class Run:
@@ -69,7 +72,9 @@ class Run:
         self._link = Link(self._device, machine.arena, self._slots, machine.targets, self._score, self._copies.append)
         self._pending: deque[tuple[Event, Action]] = deque()  # what happens when a kernel has run, in order
         self._due: list[tuple[int, Action]] = []  # what happens at a time of the host's clock
+        self._num_freeing = 0  # kernels that have freed slots, over the run
         self._dropped: set[int] = set()  # experts whose prefetch the running layer's beginning dropped
+        self._note_last: Action = _nothing  # what is left to note of the last layer, done while the device is busy
         self.forwards: list[ForwardRecord] = []
         self._load_residents()
 
@@ -87,10 +92,11 @@ class Run:
             PlanError, PolicyError: as the simulator raises them.
         """
         device = self._device
+        device.reserve(_EVENTS_PER_LAYER * len(passes) * self._machine.layout.num_layers)
         device.synchronize()
         start = device.event()
         start.record(device.compute)
-        with torch.inference_mode():
+        with torch.inference_mode(), _without_collection():
             for pass_, forward in zip(passes, forwards, strict=True):
                 self._run_forward(pass_, forward)
                 if progress is not None:
@@ -145,8 +151,11 @@ class Run:
             before_ns = perf_counter_ns()
             gate = machine.start_layer(forward.number, layer)
             record.host_ns = perf_counter_ns() - before_ns
+            self._note_last()
             self._serve(step_at(forward, layer), gate, record, shared["num_tokens"])
-        self._wait(machine.end_forward(forward.number))
+        event = machine.end_forward(forward.number)
+        self._note_last()
+        self._wait(event)
         self._settle()
         self._slots.boundary(end_of(forward))
         self._count_unused()
@@ -178,9 +187,15 @@ class Run:
         if promoted is not None:  # it heads the first chunk
             rest = transfers[transfers != promoted.expert]
             transfers = np.concatenate([np.array([promoted.expert], np.int64), rest])
+        read_ns = decide_ns - before_ns
         wait_ns = self._act(step, plan, at_gate, hits, transfers, promoted, record, num_tokens)
         record.host_ns += perf_counter_ns() - before_ns - (decided_ns - decide_ns) - wait_ns
-        self._note(step, plan, hits, transfers, num_resident, promoted, record)
+        record.lead_ns += read_ns
+        record.decide_ns = decided_ns - decide_ns
+        capacity = self._residents.capacity_of(step.layer)
+        self._note_last = partial(
+            self._note, step, plan, hits, transfers, capacity, num_resident, self._dropped, promoted, record
+        )
 
     def _read(self, step: Step) -> tuple[NDArray[np.bool_], int, Copy | None]:
         """Residents of the pool and the layer, and the prefetch in flight that the layer misses."""
@@ -219,51 +234,39 @@ class Run:
         acts_ns = perf_counter_ns()
         if plan.clear_prefetches:
             link.clear()
-        named = transfers.tolist()
+        demanded, copies = transfers, record.transfers
         if promoted is not None:
             promoted.is_promoted = True
-            record.transfers.append(promoted)
-        leaving = slots.retain(at_gate, plan.retained, named if promoted is None else named[1:])
+            copies.append(promoted)
+            demanded = transfers[1:]
+        leaving = slots.retain(at_gate, plan.retained, demanded)
+        hit_slots = slots.slot_of[layer, hits]
         ends = np.minimum(len(hits) + size * np.arange(1 + -(-len(transfers) // size)), len(hits) + len(transfers))
         events = [device.event() for _ in ends]  # a group's kernel has run
-        hit_slots = slots.slot_of[layer, hits]
-        slots.give(layer, leaving, events[0])
+        first_serial, self._num_freeing = self._num_freeing, self._num_freeing + len(events)
+        slots.give(slots.slot_of[layer, leaving].tolist(), events[0], first_serial)
         link.begin_batch()
-        waiting: deque[tuple[int, int, Freed]] = deque()  # group that frees its slot, expert
-        job_slots = []
-        for first in range(0, len(named), size):
-            group, chunk = 1 + first // size, named[first : first + size]
-            gone = []
-            for expert in chunk:
-                if promoted is not None and expert == promoted.expert:
-                    job_slots.append(slots.slot_of[layer, expert])
-                    continue
-                freed = slots.take(layer, expert)
-                job_slots.append(freed.slot)
-                frees = next((g for g in range(group) if freed.event is events[g]), -1)
-                if frees < 0 and not waiting and not record.transfers:
-                    record.transfers.append(link.demand(layer, expert, freed))  # busy while the rest is prepared
-                else:
-                    waiting.append((frees, expert, freed))
-                if not slots.is_entering(expert):
-                    gone.append(expert)
-            slots.give(layer, gone, events[group])
+        freed = slots.take(layer, demanded[0]) if len(demanded) else None
+        if freed is not None and freed.serial < first_serial:
+            with device.copying():  # busy while the rest is prepared
+                copies.append(link.demand(layer, int(demanded[0]), freed))
         on_cpu = np.sort(plan.on_cpu)
-        num_rows = machine.write_index(
-            num_tokens,
-            np.concatenate([hits, transfers]),
-            ends,
-            np.concatenate([hit_slots, np.array(job_slots, np.int32)]),
-            on_cpu,
-        )
-        if len(on_cpu):
-            machine.start_cpu(layer, on_cpu, num_rows, num_tokens)
+        num_rows = machine.write_index(num_tokens, np.concatenate([hits, transfers]), ends, hit_slots, on_cpu)
         if len(hits):
             machine.run_hits()
             record.hits_end = events[0]
-        else:
+        events[0].record(device.compute)
+        record.lead_ns = perf_counter_ns() - acts_ns
+        if len(on_cpu):
+            machine.start_cpu(layer, on_cpu, num_rows, num_tokens)
+        if len(hits):
+            self._after(events[0], partial(slots.used, hits))
+        waiting = self._assign(layer, plan, demanded, freed, events, first_serial, promoted is not None)
+        machine.name_slots(len(hits), slots.slot_of[layer, transfers].tolist())
+        if len(transfers) or not len(hits):
             machine.fetch()
-        self._run_groups(layer, hits, record.transfers, promoted, waiting, events)
+        del waiting[: len(copies) - (promoted is not None)]
+        self._run_chunks(layer, copies, promoted, waiting, events, first_serial)
         waited_ns = 0
         if len(on_cpu):
             before_ns = perf_counter_ns()
@@ -281,31 +284,64 @@ class Run:
             link.pick()
         return waited_ns
 
-    def _run_groups(
+    def _assign(
         self,
         layer: int,
-        hits: NDArray[np.int64],
+        plan: Plan,
+        demanded: NDArray[np.int64],
+        freed: Freed | None,
+        events: list[Event],
+        first_serial: int,
+        has_promoted: bool,
+    ) -> list[tuple[int, Freed]]:
+        """The slot of each demand copy, in order: slots are free in the order of kernels, which is known before they run."""
+        slots, size, assigned = self._slots, self._machine.layout.transfer_chunk, []
+        stays = plan.retained[self._residents.number(layer, demanded)].tolist()
+        place = int(has_promoted)  # among all transfers
+        gone: list[int] = []
+        for expert, stay in zip(demanded.tolist(), stays, strict=True):
+            if freed is None:
+                freed = slots.take(layer, expert)
+            assigned.append((expert, freed))
+            if not stay:
+                gone.append(freed.slot)
+            freed = None
+            place += 1
+            if place % size == 0 and gone:
+                group = place // size
+                slots.give(gone, events[group], first_serial + group)
+                gone = []
+        if gone:
+            group = len(events) - 1
+            slots.give(gone, events[group], first_serial + group)
+        return assigned
+
+    def _run_chunks(
+        self,
+        layer: int,
         copies: list[Copy],
         promoted: Copy | None,
-        waiting: deque[tuple[int, int, Freed]],
+        waiting: list[tuple[int, Freed]],
         events: list[Event],
+        first_serial: int,
     ) -> None:
-        """Mark the end of the hits, then launch each chunk behind its copies, and each copy behind the kernel it waits for."""
-        machine, slots, link, compute = self._machine, self._slots, self._link, self._device.compute
-        size = machine.layout.transfer_chunk
+        """Launch each copy behind the kernel that frees its slot, and the kernel of each chunk behind its last copy."""
+        machine, slots, link, device = self._machine, self._slots, self._link, self._device
+        size, place = machine.layout.transfer_chunk, 0
         for group, event in enumerate(events):
             if group > 0:
-                chunk = copies[size * (group - 1) : size * group]
-                compute.wait_event(chunk[-1].end)  # copies land in order
+                device.compute.wait_event(copies[min(size * group, len(copies)) - 1].end)  # copies land in order
                 machine.run_chunk(group)
-            event.record(compute)
-            if group == 0 and len(hits):
-                self._after(event, partial(slots.used, hits))
+                event.record(device.compute)
             if group == 1 and promoted is not None:
                 self._after(event, partial(slots.used, [promoted.expert]))
-            while waiting and waiting[0][0] <= group:
-                _, expert, freed = waiting.popleft()
-                copies.append(link.demand(layer, expert, freed))
+            last = place
+            while last < len(waiting) and waiting[last][1].serial <= first_serial + group:
+                last += 1
+            if last > place:
+                with device.copying():
+                    copies += [link.demand(layer, expert, freed) for expert, freed in waiting[place:last]]
+                place = last
 
     def _note(
         self,
@@ -313,21 +349,24 @@ class Run:
         plan: Plan,
         hits: NDArray[np.int64],
         transfers: NDArray[np.int64],
+        capacity: int,
         num_resident: int,
+        dropped: set[int],
         promoted: Copy | None,
         record: LayerRecord,
     ) -> None:
         """Columns of the log that are known by now; the device is busy meanwhile."""
+        self._note_last = _nothing
         on_cpu, num_late = np.sort(plan.on_cpu), int(promoted is not None)
         late = set() if promoted is None else {promoted.expert}
         missed = {*transfers.tolist(), *on_cpu.tolist()}
         record.row.update(
-            capacity=self._residents.capacity_of(step.layer),
+            capacity=capacity,
             num_resident=num_resident,
             num_activated=len(hits) + len(missed),
             num_promoted=num_late,
             prefetch_late=num_late,
-            prefetch_unserved=len(self._dropped & missed - late),
+            prefetch_unserved=len(dropped & missed - late),
             hits=hits,
             hit_tokens=int(step.load[hits].sum()),
             transfers=transfers,
@@ -378,3 +417,20 @@ class Run:
     def _count_unused(self) -> None:
         self._link.counts["prefetch_unused"] += self._slots.num_unused
         self._slots.num_unused = 0
+
+
+def _nothing() -> None:
+    """Nothing is left to note."""
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Within it Python looks for no garbage, which takes longer the more a run has noted."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

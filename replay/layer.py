@@ -224,7 +224,7 @@ class Model:
 
 def drawn(modules: Modules, device: torch.device) -> Modules:
     """The modules with random weights in bfloat16 on a device."""
-    modules = modules.to_empty(device=device).to(torch.bfloat16)
+    modules = modules.to_empty(device=device).to(torch.bfloat16).requires_grad_(False)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for tensor in (*modules.parameters(), *modules.buffers()):

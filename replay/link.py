@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -57,9 +56,8 @@ class Link:
         self._score, self._note = score, note
         self._last: Copy | None = None  # that was put on the stream
         self._is_gapless = False  # nothing has come between it and the next one
-        self._queue: list[
-            tuple[float, float, int, int, int]
-        ] = []  # negated priority and number, layer, expert; next last
+        self._queue = np.empty((0, 2), np.int64)  # layer, expert of what is queued; the next one last
+        self._keys = np.empty((3, 0))  # of each: issue number, then priority, the first part last
         self._num_issued = 0
 
     # Demand copies
@@ -93,24 +91,30 @@ class Link:
 
     def issue(self, prefetches: NDArray[np.int64], priority: NDArray[np.float64]) -> None:
         """Queue prefetches of (layer, expert), [N, 2], with a pair of priorities each, [N, 2]."""
-        for (first, second), (layer, expert) in zip(priority.tolist(), prefetches.tolist(), strict=True):
-            insort(self._queue, (-first, -second, -self._num_issued, layer, expert))
-            self._num_issued += 1
+        numbers = np.arange(self._num_issued, self._num_issued + len(prefetches))
+        self._num_issued += len(prefetches)
+        keys = np.concatenate([self._keys, [numbers, priority[:, 1], priority[:, 0]]], axis=1)
+        order = np.lexsort(keys)[::-1]
+        self._keys, self._queue = keys[:, order], np.concatenate([self._queue, prefetches])[order]
         self.counts["prefetch_issued"] += len(prefetches)
 
     def clear(self) -> None:
         """Drop what is queued, because the policy says so."""
         self.counts["prefetch_dropped_flag"] += len(self._queue)
-        self._queue.clear()
+        self._keep(np.zeros(len(self._queue), np.bool_))
 
     def drop(self, layer: int) -> set[int]:
         """Drop what is queued for a layer that begins; returns the experts."""
-        dropped = {entry[4] for entry in self._queue if entry[3] == layer}
-        if dropped:
-            kept = [entry for entry in self._queue if entry[3] != layer]
-            self.counts["prefetch_dropped_begin"] += len(self._queue) - len(kept)
-            self._queue = kept
-        return dropped
+        if not len(self._queue):
+            return set()
+        goes = self._queue[:, 0] == layer
+        dropped = self._queue[goes, 1].tolist()
+        self.counts["prefetch_dropped_begin"] += len(dropped)
+        self._keep(~goes)
+        return set(dropped)
+
+    def _keep(self, kept: NDArray[np.bool_] | slice) -> None:
+        self._keys, self._queue = self._keys[:, kept], self._queue[kept]
 
     def notice(self) -> None:
         """Note that the prefetch in progress has landed, if it has."""
@@ -123,18 +127,18 @@ class Link:
     def pick(self) -> None:
         """Start the next prefetch, if there is one and the link is idle."""
         is_idle = self.current is None and (self._last is None or self._last.end.query())
-        if self._queue and is_idle and not self.is_held:
+        if len(self._queue) and is_idle and not self.is_held:
             self._pick_prefetch()
 
     def _pick_prefetch(self) -> None:
         slots = self._slots
-        while self._queue:
-            layer, expert = self._queue[-1][3:]
+        while len(self._queue):
+            layer, expert = self._queue[-1].tolist()
             is_needed = not slots.holds(layer, expert)
             has_slot = is_needed and slots.free(layer) > 0
             if has_slot and not slots.is_free_now():
                 return  # a demand copy has borrowed the free slot until its kernel has run
-            self._queue.pop()
+            self._keep(slice(-1))
             if has_slot or (is_needed and self._score is not None and slots.give_way(layer, expert, self._score)):
                 self._is_gapless = False
                 self.current = self._put(layer, expert, slots.reserve(layer, expert))

@@ -148,12 +148,17 @@ class Machine:
         """Tell kernels and CPU who computes what, by the ids that the gate gave; returns rows of the CPU's batch."""
         return self.index.write(self._views[num_tokens].host_array, experts, ends, slots, on_cpu)
 
+    def name_slots(self, first: int, slots: list[int]) -> None:
+        """Name the slots of jobs from `first` on, which `write_index` had not known; `fetch` brings them along."""
+        at = self.index.slot + first
+        self.index.array[at : at + len(slots)] = slots
+
     def run_hits(self) -> None:
         """Launch the kernel over group 0, which fetches what `write_index` wrote."""
         self._groups[0]()
 
     def fetch(self) -> None:
-        """Launch the fetch alone, where group 0 is empty."""
+        """Launch the fetch alone."""
         self._fetch()
 
     def run_chunk(self, group: int) -> None:
@@ -194,7 +199,8 @@ class Machine:
 
     def load(self, layer: int, expert: int, slot: int) -> None:
         """Copy an expert into a slot, outside of any run."""
-        self.device.copy(self.targets[slot], self.arena.sources[layer][expert])
+        with self.device.copying():
+            self.device.copy(self.targets[slot], self.arena.sources[layer][expert])
 
     def set_layer(self, hidden: Tensor, ids: Tensor, gates: Tensor) -> None:
         """Put the input of one MoE layer where kernels read it, in place of what the model and the trace say."""

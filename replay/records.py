@@ -24,7 +24,9 @@ class LayerRecord:
     transfers: list[Copy] = field(default_factory=list)
     hits_end: Event | None = None  # None: no hits
     cpu_ns: int = 0  # from the plan until the CPU's results were back, by the host's clock
-    host_ns: int = 0  # of the issuing thread, from the gate's ids to the last launch, without decision and waits
+    host_ns: int = 0  # of the issuing thread for all launches, without decision and waits
+    lead_ns: int = 0  # part of it from the gate's ids to the launch of the hits, during which the GPU has nothing to do
+    decide_ns: int = 0
 
 
 @dataclass(slots=True)

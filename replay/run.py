@@ -13,13 +13,17 @@ from replay.executor import Run
 from replay.machine import Machine
 from tracer.schema import ModelShape, Pass
 
+_HOST_TIMES = ("host_ns", "lead_ns", "decide_ns")
+
 
 @dataclass(frozen=True, eq=False)
 class Replayed:
     """What a run measured."""
 
     chunks: list[LogChunk]
-    host_us: float  # of the issuing thread for one layer, without decisions and waits; median
+    host_us: float  # of the issuing thread for one layer, without decisions and waits; medians
+    lead_us: float  # part of it during which the GPU has nothing to do
+    decide_us: float
 
 
 def replay(
@@ -51,4 +55,5 @@ def replay(
     forwards = [steps.read(pass_) for pass_ in passes]
     run = Run(machine, policy, shape, slots, estimates, staging)
     chunks = list(run.log(passes, forwards, progress))
-    return Replayed(chunks, median(record.host_ns for note in run.forwards for record in note.layers) / 1e3)
+    records = [record for note in run.forwards for record in note.layers]
+    return Replayed(chunks, *(median(getattr(record, name) for record in records) / 1e3 for name in _HOST_TIMES))

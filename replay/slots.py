@@ -21,6 +21,7 @@ class Freed:
 
     slot: int
     event: Event | None
+    serial: int  # of the event among all that free slots
 
 
 class Slots:
@@ -39,9 +40,9 @@ class Slots:
         self.residents = residents
         shape = residents.resident.shape
         self.num_slots = int(residents.capacity.sum()) + staging
-        self.slot_of = np.full(shape, -1, np.int32)  # [L, E]
+        self.slot_of = np.full(shape, -1, np.int32)  # [L, E] of whoever is on the GPU, or on the way to it
         self.num_unused = 0  # prefetched experts that left without being activated, since this was last read
-        self._freed = deque(Freed(slot, None) for slot in range(self.num_slots))
+        self._freed = deque(Freed(slot, None, -1) for slot in range(self.num_slots))
         self._in_use = np.zeros(shape, np.bool_)  # [L, E] a kernel of the running layer has yet to read them
         self._untried = np.zeros(shape, np.bool_)  # [L, E] landed by prefetch and not activated since
         self._last_activated = np.full(shape, -1)  # [L, E] layer execution, counted over the run
@@ -64,11 +65,9 @@ class Slots:
         """A slot can be written at once."""
         return bool(self._freed) and (self._freed[0].event is None or self._freed[0].event.query())
 
-    def give(self, layer: int, experts: Iterable[int], event: Event | None) -> None:
-        """The slots of these experts are free once the event has come."""
-        for expert in experts:
-            self._freed.append(Freed(int(self.slot_of[layer, expert]), event))
-            self.slot_of[layer, expert] = -1
+    def give(self, slots: Iterable[int], event: Event, serial: int) -> None:
+        """Slots are free once an event has come, the one of this number among all that free slots."""
+        self._freed.extend([Freed(slot, event, serial) for slot in slots])
 
     # The running layer
 
@@ -86,7 +85,7 @@ class Slots:
         return np.flatnonzero(hits)
 
     def retain(
-        self, at_gate: NDArray[np.bool_], retained: NDArray[np.bool_], demanded: Sequence[int]
+        self, at_gate: NDArray[np.bool_], retained: NDArray[np.bool_], demanded: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """The plan acts: residents that are not retained leave, those in use when they were used.
 
@@ -101,10 +100,10 @@ class Slots:
         in_use = self.residents.of_pool(self._layer, self._in_use)
         leaving = at_gate & ~retained
         self._leaving = leaving & in_use
-        numbers = self.residents.number(self._layer, np.array(demanded, np.int64))
+        numbers = self.residents.number(self._layer, demanded)
         self._entering = set(numbers[retained[numbers]].tolist())
         self._leave(self._layer, np.flatnonzero(leaving & ~in_use))
-        return np.flatnonzero(self._leaving) - self.residents.number(self._layer, 0)
+        return np.flatnonzero(self._leaving) - int(self.residents.number(self._layer, 0))
 
     def used(self, experts: Sequence[int] | NDArray[np.int64]) -> None:
         """A kernel over these residents of the running layer has run; those that are not retained leave."""
@@ -116,10 +115,6 @@ class Slots:
         if len(gone):
             self._count_unused()
 
-    def is_entering(self, expert: int) -> bool:
-        """A demand copy of the running layer stays."""
-        return int(self.residents.number(self._layer, expert)) in self._entering
-
     def enter(self) -> None:
         """The running layer ends: the transfers that it retains become residents."""
         self.residents.of_pool(self._layer, self.residents.resident)[list(self._entering)] = True
@@ -129,8 +124,8 @@ class Slots:
         """Let the policy move slots between layers, if it does so; whom it evicts is free at once."""
         before = self.residents.resident.copy()
         self.residents.boundary(end)
-        for layer, expert in np.argwhere(before & ~self.residents.resident).tolist():
-            self.give(layer, [expert], None)
+        gone = before & ~self.residents.resident
+        self._freed.extendleft([Freed(slot, None, -1) for slot in self.slot_of[gone].tolist()])
         self._count_unused()
 
     # Prefetches
@@ -143,7 +138,7 @@ class Slots:
 
     def holds(self, layer: int, expert: int) -> bool:
         """An expert is resident, or will be when the running layer ends."""
-        is_entering = layer == self._layer and self.is_entering(expert)
+        is_entering = layer == self._layer and int(self.residents.number(layer, expert)) in self._entering
         return is_entering or bool(self.residents.resident[layer, expert])
 
     def give_way(self, layer: int, expert: int, score: NDArray[np.float64]) -> bool:
@@ -179,10 +174,8 @@ class Slots:
             return
         resident, slot_of = (self.residents.of_pool(layer, array) for array in (self.residents.resident, self.slot_of))
         resident[numbers] = False
-        freed = [Freed(int(slot), None) for slot in slot_of[numbers]]
-        slot_of[numbers] = -1
         # taken before those that wait for a kernel
-        self._freed.extendleft(reversed(freed))
+        self._freed.extendleft([Freed(slot, None, -1) for slot in slot_of[numbers].tolist()])
         self._count_unused()
 
     def _count_unused(self) -> None:

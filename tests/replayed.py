@@ -14,13 +14,13 @@ from replay.machine import Layout, Machine
 from tracer.schema import ModelShape, Pass
 
 
-def small_shape(num_layers: int, num_experts: int, top_k: int) -> ModelShape:
+def small_shape(num_layers: int, num_experts: int, top_k: int, hidden: int = 64) -> ModelShape:
     return ModelShape(
         tuple(range(1, 1 + num_layers)),
         num_experts,
         top_k,
-        hidden=64,
-        expert_intermediate=32,
+        hidden=hidden,
+        expert_intermediate=hidden // 2,
         gate_scale=2.5,
         num_shared_experts=1,
         num_heads=4,
@@ -33,13 +33,21 @@ def small_shape(num_layers: int, num_experts: int, top_k: int) -> ModelShape:
 
 
 def small_machine(
-    passes: Sequence[Pass], num_layers: int, num_experts: int, top_k: int, num_slots: int, factor: int = 1
+    passes: Sequence[Pass],
+    num_layers: int,
+    num_experts: int,
+    top_k: int,
+    num_slots: int,
+    *,
+    factor: int = 1,
+    hidden: int = 64,
+    device: str = "cpu",
 ) -> Machine:
-    shape = small_shape(num_layers, num_experts, top_k)
+    shape = small_shape(num_layers, num_experts, top_k, hidden)
     layout = Layout(shape, num_layers, num_experts, top_k, num_slots, 4, factor, cpu_workers=1)
-    arena = Arena(num_layers, num_experts, layout.expert_numel, padding=factor - 1)
+    arena = Arena(num_layers, num_experts, layout.expert_numel, padding=factor - 1, pinned=device != "cpu")
     arena.fill()
-    return Machine(layout, open_device("cpu"), arena, passes)
+    return Machine(layout, open_device(device), arena, passes)
 
 
 def dense_reference(arena: Arena, layer: int, shape: ModelShape, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """A layer's experts, wherever they are computed, against a dense reference."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from replayed import dense_reference, small_machine, small_shape
 from scripted import ESTIMATES, Script, make_pass, scripted
+from torch import Tensor
 
 from policies.steps import Steps, step_at
 from replay.executor import Run
@@ -16,8 +18,6 @@ EXPERTS, TOP_K, TOKENS = 16, 4, 6
 
 
 def a_pass(seed: int = 0) -> Pass:
-    from dataclasses import replace
-
     rng = np.random.default_rng(seed)
     ids = np.stack([np.sort(rng.permutation(EXPERTS)[:TOP_K]) for _ in range(TOKENS)])[None]
     gates = rng.random(ids.shape)
@@ -25,33 +25,50 @@ def a_pass(seed: int = 0) -> Pass:
     return replace(made, expert_ids=ids, gates=gates / gates.sum(-1, keepdims=True))
 
 
-def outputs(hits: list[int], on_cpu: list[int], retained: list[int], pass_: Pass) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = small_shape(1, EXPERTS, TOP_K)
-    machine = small_machine([pass_], 1, EXPERTS, TOP_K, num_slots=EXPERTS + 4)
+def outputs(
+    hits: list[int], on_cpu: list[int], retained: list[int], pass_: Pass, *, device: str = "cpu", hidden: int = 64
+) -> tuple[Tensor, Tensor]:
+    """What a layer gives on a machine, and what it must give."""
+    shape = small_shape(1, EXPERTS, TOP_K, hidden)
+    machine = small_machine([pass_], 1, EXPERTS, TOP_K, EXPERTS + 4, device=device, hidden=hidden)
     script = Script(on_cpu=on_cpu, retained=retained)
     policy = scripted(shape, {(0, 0): script}, capacity=EXPERTS, residents={0: hits})
     try:
         run = Run(machine, policy, shape, 0, ESTIMATES, 4)
-        forward = Steps(shape).read(pass_)
         generator = torch.Generator().manual_seed(3)
-        hidden = torch.randn(TOKENS, 64, generator=generator).to(torch.bfloat16)
+        x = torch.randn(TOKENS, hidden, generator=generator).to(torch.bfloat16)
         ids = torch.from_numpy(pass_.expert_ids[0].astype(np.int32))
         gates = torch.from_numpy(pass_.gates[0].astype(np.float32)) * 2.5
-        out = run.moe_layer(step_at(forward, 0), hidden, ids, gates)
-        return out.float(), dense_reference(machine.arena, 0, shape, hidden, ids, gates)
+        out = run.moe_layer(step_at(Steps(shape).read(pass_), 0), x.to(device), ids.to(device), gates.to(device))
+        return out.float().cpu(), dense_reference(machine.arena, 0, shape, x, ids, gates)
     finally:
         machine.close()
 
 
-@pytest.mark.parametrize(("hit_share", "cpu_share"), list(product([0, 0.3, 1], [0, 0.4, 1])))
+def split(pass_: Pass, hit_share: float, cpu_share: float) -> tuple[list[int], list[int]]:
+    order = np.random.default_rng(1).permutation(np.unique(pass_.expert_ids))
+    hits, missed = np.split(order, [round(hit_share * len(order))])
+    return hits.tolist(), missed[: round(cpu_share * len(missed))].tolist()
+
+
+SPLITS = list(product([0, 0.3, 1], [0, 0.4, 1]))
+
+
+@pytest.mark.parametrize(("hit_share", "cpu_share"), SPLITS)
 def test_every_split_gives_the_dense_result(hit_share: float, cpu_share: float) -> None:
     pass_ = a_pass()
-    activated = np.unique(pass_.expert_ids)
-    rng = np.random.default_rng(1)
-    order = rng.permutation(activated)
-    hits, missed = np.split(order, [round(hit_share * len(order))])
-    on_cpu = missed[: round(cpu_share * len(missed))]
-    out, wanted = outputs(hits.tolist(), on_cpu.tolist(), [*hits[::2].tolist()], pass_)
+    hits, on_cpu = split(pass_, hit_share, cpu_share)
+    out, wanted = outputs(hits, on_cpu, hits[::2], pass_)
+    assert (out - wanted).norm() / wanted.norm() < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize(("hit_share", "cpu_share"), SPLITS)
+def test_every_split_gives_the_dense_result_on_a_gpu(hit_share: float, cpu_share: float) -> None:
+    pass_ = a_pass(2)
+    hits, on_cpu = split(pass_, hit_share, cpu_share)
+    out, wanted = outputs(hits, on_cpu, hits[::2], pass_, device="cuda", hidden=256)
     assert (out - wanted).norm() / wanted.norm() < 0.01
 
 
