@@ -65,7 +65,7 @@ class Arena:
         num_experts: E.
         expert_numel: bfloat16 numbers of an expert: gate [M, H], up [M, H], down [H, M] in a row.
         num_distinct: experts with memory of their own; None is all.
-        padding: experts' worth of bytes that can be read beyond any expert.
+        padding: experts' worth of bytes that can be read beyond any expert: the largest factor of copies, less one.
         pinned: whether the GPU can read it directly.
         allow_pageable: go on with pageable memory where it cannot be pinned; `is_pinned` tells.
 
@@ -106,22 +106,19 @@ class Arena:
                 ) from None
             self.is_pinned = False
             self._allocate(False)
-        self._num_experts, self._padding = num_experts, padding
+        self._num_layers, self._num_experts, self._padding = num_layers, num_experts, padding
         per_chunk = LARGEST_CHUNK // (2 * expert_numel) - padding
         self._places = [divmod(i, per_chunk) for i in range(self.num_distinct)]
-        self.experts = [
-            [self._at((layer * num_experts + e) % self.num_distinct, expert_numel, 0) for e in range(num_experts)]
-            for layer in range(num_layers)
-        ]
-        self.sources = self.experts  # what a copy reads: the expert, and padding behind it
-        if padding:
-            self.sources = [
-                [
-                    self._at((layer * num_experts + e) % self.num_distinct, expert_numel, padding)
-                    for e in range(num_experts)
-                ]
-                for layer in range(num_layers)
-            ]
+        self.experts = self.sources(1)  # [L][E]
+
+    def sources(self, factor: int) -> list[list[Tensor]]:
+        """What a copy of each expert, [L][E], reads: it, and what follows it up to `factor` times its size."""
+        if factor > 1 + self._padding:
+            raise ProfileError(f"copies of {factor} experts' size: the arena was made for {1 + self._padding} at most")
+        flat = [self._at(i, self.budget.expert_bytes // 2, factor - 1) for i in range(self.num_distinct)]
+        total = self._num_layers * self._num_experts
+        every = [flat[i % self.num_distinct] for i in range(total)]
+        return [every[i : i + self._num_experts] for i in range(0, total, self._num_experts)]
 
     def fill(self, seed: int = 0, progress: Callable[[int], None] | None = None) -> None:
         """Draw weights, all distinct: one block of random numbers, turned by another length for each expert.

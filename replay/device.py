@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from threading import Event as Flag
 from threading import Thread
@@ -80,6 +81,18 @@ class Device(Protocol):
         ...
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Within it Python looks for no garbage, which takes longer the more there is to look at."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def open_device(name: str) -> Device:
     """The device of this name: `cpu`, `cuda` or `cuda:N`."""
     device = torch.device(name)
@@ -118,8 +131,8 @@ class _Cuda:
             work()
         self.compute.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self.compute):
-            work()
+        with without_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self.compute):
+            work()  # an older graph that is found to be garbage meanwhile would spoil it
         kept = graph, work  # a graph does not keep the tensors that it reads
         return lambda: kept[0].replay()
 

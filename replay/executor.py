@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
@@ -20,7 +19,7 @@ from policies.log import PREFETCH_COUNTS, LogChunk
 from policies.profile import ProfileError
 from policies.residents import Residents
 from policies.steps import Forward, end_of, step_at
-from replay.device import Event
+from replay.device import Event, without_collection
 from replay.link import Copy, Link
 from replay.machine import Machine
 from replay.records import ForwardRecord, LayerRecord, log_of
@@ -69,7 +68,7 @@ class Run:
             raise ProfileError(f"{policy.name} needs {self._slots.num_slots} slots, the machine has {layout.num_slots}")
         self._score = getattr(self._residents.state, "score", None)
         self._copies: list[Copy] = []
-        self._link = Link(self._device, machine.arena, self._slots, machine.targets, self._score, self._copies.append)
+        self._link = Link(self._device, machine.sources, self._slots, machine.targets, self._score, self._copies.append)
         self._pending: deque[tuple[Event, Action]] = deque()  # what happens when a kernel has run, in order
         self._due: list[tuple[int, Action]] = []  # what happens at a time of the host's clock
         self._num_freeing = 0  # kernels that have freed slots, over the run
@@ -92,11 +91,12 @@ class Run:
             PlanError, PolicyError: as the simulator raises them.
         """
         device = self._device
+        gc.collect()
         device.reserve(_EVENTS_PER_LAYER * len(passes) * self._machine.layout.num_layers)
         device.synchronize()
         start = device.event()
         start.record(device.compute)
-        with torch.inference_mode(), _without_collection():
+        with torch.inference_mode(), without_collection():
             for pass_, forward in zip(passes, forwards, strict=True):
                 self._run_forward(pass_, forward)
                 if progress is not None:
@@ -232,24 +232,25 @@ class Run:
         layer, size = step.layer, machine.layout.transfer_chunk
         record.plan.record(device.compute)
         acts_ns = perf_counter_ns()
-        if plan.clear_prefetches:
-            link.clear()
         demanded, copies = transfers, record.transfers
         if promoted is not None:
             promoted.is_promoted = True
             copies.append(promoted)
             demanded = transfers[1:]
+        link.begin_batch()
+        freed = None
+        if len(demanded) and slots.is_free_now():
+            freed = slots.take(layer, demanded[0])
+            with device.copying():  # busy while the rest is prepared
+                copies.append(link.demand(layer, int(demanded[0]), freed))
+        if plan.clear_prefetches:
+            link.clear()
         leaving = slots.retain(at_gate, plan.retained, demanded)
         hit_slots = slots.slot_of[layer, hits]
         ends = np.minimum(len(hits) + size * np.arange(1 + -(-len(transfers) // size)), len(hits) + len(transfers))
         events = [device.event() for _ in ends]  # a group's kernel has run
         first_serial, self._num_freeing = self._num_freeing, self._num_freeing + len(events)
         slots.give(slots.slot_of[layer, leaving].tolist(), events[0], first_serial)
-        link.begin_batch()
-        freed = slots.take(layer, demanded[0]) if len(demanded) else None
-        if freed is not None and freed.serial < first_serial:
-            with device.copying():  # busy while the rest is prepared
-                copies.append(link.demand(layer, int(demanded[0]), freed))
         on_cpu = np.sort(plan.on_cpu)
         num_rows = machine.write_index(num_tokens, np.concatenate([hits, transfers]), ends, hit_slots, on_cpu)
         if len(hits):
@@ -421,16 +422,3 @@ class Run:
 
 def _nothing() -> None:
     """Nothing is left to note."""
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Within it Python looks for no garbage, which takes longer the more a run has noted."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from replay.arena import Arena
 from replay.device import Device, Event
 from replay.slots import Freed, Slots
 
@@ -35,7 +34,8 @@ class Link:
     chosen when the link is idle, which the calling thread finds out by `pick`.
 
     Args:
-        target: slots on the device, [S, numbers of a copy].
+        sources: what a copy of each expert reads, [L][E].
+        target: what a copy writes in each slot on the device.
         score: [L, E] of the policy's state, read when a prefetch needs a victim; None where the policy has none.
         note: told of each copy that was put on the stream.
     """
@@ -43,7 +43,7 @@ class Link:
     def __init__(
         self,
         device: Device,
-        arena: Arena,
+        sources: list[list[Tensor]],
         slots: Slots,
         target: list[Tensor],
         score: NDArray[np.float64] | None,
@@ -52,7 +52,7 @@ class Link:
         self.current: Copy | None = None  # the prefetch that was started and has not landed
         self.is_held = False  # no copy starts between the reading at a gate and its plan
         self.counts: Counts = {}  # of the layer execution that is going on
-        self._device, self._sources, self._slots, self._target = device, arena.sources, slots, target
+        self._device, self._sources, self._slots, self._target = device, sources, slots, target
         self._score, self._note = score, note
         self._last: Copy | None = None  # that was put on the stream
         self._is_gapless = False  # nothing has come between it and the next one

@@ -33,14 +33,14 @@ class Layout:
     top_k: int
     num_slots: int
     transfer_chunk: int
-    h2d_bytes_factor: int = 1
+    most_h2d_bytes_factor: int = 1  # copies can be so many times the size of an expert
     cpu_workers: int | None = None
     cpu_kernel: str = "rows"
 
     def __post_init__(self) -> None:
-        if self.h2d_bytes_factor not in FACTORS:
+        if self.most_h2d_bytes_factor not in FACTORS:
             raise ProfileError(
-                f"h2d_bytes_factor is {self.h2d_bytes_factor}, allowed are {', '.join(map(str, FACTORS))}"
+                f"h2d_bytes_factor is {self.most_h2d_bytes_factor}, allowed are {', '.join(map(str, FACTORS))}"
             )
 
     @property
@@ -51,7 +51,7 @@ class Layout:
     @property
     def slot_bytes(self) -> int:
         """Of all slots."""
-        return self.num_slots * self.h2d_bytes_factor * 2 * self.expert_numel
+        return self.num_slots * self.most_h2d_bytes_factor * 2 * self.expert_numel
 
 
 class _Views(NamedTuple):
@@ -71,7 +71,7 @@ class Machine:
     Args:
         layout: sizes.
         device: streams and events.
-        arena: experts in host memory, with `h2d_bytes_factor - 1` experts of padding.
+        arena: experts in host memory, with `most_h2d_bytes_factor - 1` experts of padding.
         passes: that will be run; a run names them by their place here.
 
     Raises:
@@ -84,10 +84,10 @@ class Machine:
         shape, where = layout.shape, device.torch_device
         num_tokens, top_k = max(extent.total for extent in self.extents), layout.top_k
         _require_room(layout, where)
-        copy_numel = layout.h2d_bytes_factor * layout.expert_numel
-        slots = torch.zeros(layout.num_slots, copy_numel, dtype=torch.bfloat16, device=where)
-        self.targets = list(slots.unbind())
+        slot_numel = layout.most_h2d_bytes_factor * layout.expert_numel
+        slots = torch.zeros(layout.num_slots, slot_numel, dtype=torch.bfloat16, device=where)
         self.buffers = make_buffers(slots, num_tokens, top_k, shape.hidden)
+        self.set_factor(1)
         num_groups = 1 + -(-layout.num_experts // layout.transfer_chunk)
         self.index = Index(num_groups, layout.num_experts, num_tokens * top_k, where)
         kernels = expert_kernels(self.buffers, self.index, shape.hidden, shape.expert_intermediate)
@@ -111,6 +111,14 @@ class Machine:
             shape.hidden, shape.expert_intermediate, num_workers=layout.cpu_workers, kernel=layout.cpu_kernel
         )
         self._chosen = torch.zeros(num_tokens, dtype=torch.int64, pin_memory=where.type == "cuda")
+
+    def set_factor(self, factor: int) -> None:
+        """Let copies of later runs read and write so many times an expert's size, as over a slower link."""
+        if factor not in FACTORS or factor > self.layout.most_h2d_bytes_factor:
+            allowed = [str(each) for each in FACTORS if each <= self.layout.most_h2d_bytes_factor]
+            raise ProfileError(f"h2d_bytes_factor is {factor}, this machine allows {', '.join(allowed)}")
+        self.targets = list(self.buffers.slots[:, : factor * self.layout.expert_numel].unbind())
+        self.sources = self.arena.sources(factor)
 
     def close(self) -> None:
         """End the threads beside this one."""
@@ -200,7 +208,7 @@ class Machine:
     def load(self, layer: int, expert: int, slot: int) -> None:
         """Copy an expert into a slot, outside of any run."""
         with self.device.copying():
-            self.device.copy(self.targets[slot], self.arena.sources[layer][expert])
+            self.device.copy(self.targets[slot], self.sources[layer][expert])
 
     def set_layer(self, hidden: Tensor, ids: Tensor, gates: Tensor) -> None:
         """Put the input of one MoE layer where kernels read it, in place of what the model and the trace say."""

@@ -47,7 +47,9 @@ def small_machine(
     layout = Layout(shape, num_layers, num_experts, top_k, num_slots, 4, factor, cpu_workers=1)
     arena = Arena(num_layers, num_experts, layout.expert_numel, padding=factor - 1, pinned=device != "cpu")
     arena.fill()
-    return Machine(layout, open_device(device), arena, passes)
+    machine = Machine(layout, open_device(device), arena, passes)
+    machine.set_factor(factor)
+    return machine
 
 
 def dense_reference(arena: Arena, layer: int, shape: ModelShape, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
