@@ -25,8 +25,8 @@ def idle_mechanisms(policy: Policy, forwards: pl.DataFrame) -> list[str]:
         idle.append(
             f"of {issued} prefetches none landed" if issued else "prefetching is on, and nothing was prefetched"
         )
-    decode = forwards.filter(pl.col("kind") != "prefill")
-    copied, on_cpu = (int(decode[name].sum()) for name in ("num_transfers", "num_on_cpu"))
+    served = pl.col("num_transfers", "num_on_cpu").filter(pl.col("kind") != "prefill")
+    copied, on_cpu = map(int, forwards.select(served.sum()).row(0))
     if policy.misses not in _UNSPLIT and copied + on_cpu and not (copied and on_cpu):
         side = "were copied" if copied else "ran on the CPU"
         idle.append(f"misses={policy.misses} never split: all {copied + on_cpu} misses of decode forwards {side}")

@@ -33,6 +33,7 @@ except ImportError:  # no such locks on Windows: what a killed process left stay
 ALWAYS = SUMMARY, MANIFEST, RESULT = "summary.json", "manifest.json", "result.parquet"
 ASKED = DECISIONS, TIMELINE = "decisions.parquet", "timeline.pftrace"  # only where the keys of `output` say so
 FILES = (*ALWAYS, *ASKED)
+_GROUP_ROWS = 32_768  # at least, of decisions.parquet: the writer keeps what it says of each row group till the end
 CELL = "cell.json"  # of a multirun: which grid ran it last, and its error
 
 
@@ -75,6 +76,7 @@ class RunFiles:
         self._directory = None if directory is None else Path(directory)
         self._given, self._config = given, config
         self._writer: pq.ParquetWriter | None = None
+        self._batches: list[pa.RecordBatch] = []  # of decisions.parquet that wait to be one row group
         self._made: list[Path] = []  # directories that were not there before, innermost first
         self._is_alive = ExitStack()  # holds what tells others that the hidden directory is in use
         self._opened = ExitStack()  # files that others write
@@ -127,16 +129,17 @@ class RunFiles:
         for name in LAYER_LISTS:
             column = chunk.layers.lists[name]
             arrays[name] = pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), pa.array(column.values))
-        batch = pa.record_batch(arrays)
-        if self._writer is None:
-            self._writer = pq.ParquetWriter(self._partial / DECISIONS, batch.schema, compression="zstd")
-        self._writer.write_batch(batch)
+        self._batches.append(pa.record_batch(arrays))
+        if sum(batch.num_rows for batch in self._batches) >= _GROUP_ROWS:
+            self._write_group()
 
     def finish(self, summary: Mapping[str, Any], manifest: Mapping[str, Any], forwards: pl.DataFrame) -> None:
         """Write the other files and give the directory its name."""
         if self._directory is None:
             return
         self._opened.close()
+        if self._batches:
+            self._write_group()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -150,6 +153,16 @@ class RunFiles:
             (self._partial / name).write_text(json.dumps(values, indent=2) + "\n")
         shown = self._directory
         take_place(self._partial, self._final, lambda: self._check_target(shown))
+
+    def _write_group(self) -> None:
+        group = pa.Table.from_batches(self._batches)
+        if self._writer is None:
+            # dictionaries of ids and times make the file larger, and are kept in memory
+            self._writer = pq.ParquetWriter(
+                self._partial / DECISIONS, group.schema, compression="zstd", use_dictionary=False
+            )
+        self._writer.write_table(group)
+        self._batches.clear()
 
     def _check_target(self, shown: Path) -> None:
         if not self._final.exists():
@@ -200,4 +213,4 @@ def write_parquet(table: pl.DataFrame, path: Path) -> None:
     """Write a Parquet file by way of memory, so that what a disk refuses is an OSError like all others."""
     whole = BytesIO()
     table.write_parquet(whole)
-    path.write_bytes(whole.getvalue())
+    path.write_bytes(whole.getbuffer())

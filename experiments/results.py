@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from policies.log_loops import follow_transfers
 from tracer.schema import ForwardKind
 
 _MOST_CHUNKS = 64  # of the log that wait to become rows: a frame of each would be slow to read
+_JUDGED = "transfers_judged", "transfers_effective"
 _KINDS = np.array([kind.name.lower() for kind in ForwardKind], dtype=object)
 
 
@@ -67,42 +69,40 @@ class ForwardTable:
             return
         request_warmup, warmup = self._warmup.of(forwards)
         self._hash.update(layers, np.repeat(~warmup, self._num_layers))
-        scalars = forwards.scalars
+        scalars, sums = forwards.scalars, self._sums(layers)
+        for name in _JUDGED:  # what became of a forward's transfers is known one forward later
+            if self._columns:
+                self._columns[-1][name][-1] = sums[name][0]
+            sums[name] = np.append(sums[name][1:], 0)
+        if len(self._columns) == _MOST_CHUNKS:
+            self._frames.append(_frame(self._columns))
+            self._columns.clear()
         self._columns.append(
             {
                 **{name: scalars[name] for name in ("forward", "pass_id", "start_ns", "end_ns")},
                 "kind": _KINDS[scalars["kind"]],
                 "time_ns": scalars["end_ns"] - scalars["start_ns"],
                 "warmup": warmup,
-                **self._sums(layers),
+                **sums,
                 "num_accepted": _row_sums(forwards.lists["accepted"]),
                 **forwards.lists,
                 "request_warmup": request_warmup,
             }
         )
-        if len(self._columns) == _MOST_CHUNKS:
-            self._gather()
 
     def frame(self) -> pl.DataFrame:
-        """The table so far: one row for each forward pass, counts summed over its layers."""
-        self._gather()
-        if not self._frames:
+        """The table so far: one row for each forward pass, counts summed over its layers.
+
+        The transfers of the last one are not judged.
+        """
+        if not self._columns:
             return pl.DataFrame()
-        # what became of a forward's transfers is known one forward later; the run's last one is not judged
-        judged = [pl.col(name).shift(-1, fill_value=0) for name in ("transfers_judged", "transfers_effective")]
-        return pl.concat(self._frames).with_columns(judged)
+        return pl.concat([*self._frames, _frame(self._columns)])
 
     @property
     def decision_hash(self) -> str:
         """Hash of the decisions of the counted forwards so far."""
         return self._hash.hexdigest()
-
-    def _gather(self) -> None:
-        """Make a frame of what waits, so that a long run has each number in memory once."""
-        waiting, self._columns = self._columns, []
-        if waiting:
-            parts = {name: [columns[name] for columns in waiting] for name in waiting[0]}
-            self._frames.append(pl.DataFrame([_series(name, of_column) for name, of_column in parts.items()]))
 
     def _sums(self, layers: Table) -> dict[str, NDArray[Any]]:
         """Per-forward sums; each forward has one row for each layer, in order."""
@@ -166,6 +166,11 @@ def routed_tokens(layers: Table) -> NDArray[np.int64]:
 def _row_sums(column: Ragged) -> NDArray[np.int64]:
     sums = np.concatenate([[0], np.cumsum(column.values, dtype=np.int64)])
     return sums[column.offsets[1:]] - sums[column.offsets[:-1]]
+
+
+def _frame(chunks: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
+    """Rows of successive chunks. Columns of a table are split alike, or whoever reads it makes a copy of all."""
+    return pl.DataFrame([_series(name, [columns[name] for columns in chunks]) for name in chunks[0]])
 
 
 def _series(name: str, parts: list[Any]) -> pl.Series:

@@ -26,7 +26,7 @@ def simulate(
     estimates: Estimates,
     *,
     staging_slots: int | None = None,
-    chunk_forwards: int = 256,
+    chunk_forwards: int = 128,
     on_copy: Callable[[Copy], None] | None = None,
 ) -> Iterator[LogChunk]:
     """Run a policy over a trace in simulated time.

@@ -50,7 +50,7 @@ def drive(
     slots: int,
     estimates: Estimates,
     *,
-    chunk_forwards: int = 256,
+    chunk_forwards: int = 128,
 ) -> Iterator[Decisions]:
     """Decide every layer of every pass, in the order of the run.
 
