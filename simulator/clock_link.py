@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from policies.jit import jit
 from policies.log import PREFETCH_COUNTS
+from policies.pool import pool_of
 from policies.profile import Costs, copy_ns
 from simulator import clock_queue, clock_slots
 from simulator.clock_queue import NEVER_NS, Pending, PrefetchQueue
@@ -87,39 +88,34 @@ def spend(works, held, now_ns, num_landed, busy_ns):
     Returns:
         Time since the start of the run, afterwards.
     """
-    while works.link.counts[_NUM_LANDED] < num_landed:
-        _step(works, held)
+    # what is taken out of a tuple is counted as referred to, with all that it holds: so once, and not at every step
+    slots, link, queue, pending, score, tally, copies = works
+    times, counts = link.times, link.counts
+    while counts[_NUM_LANDED] < num_landed:
+        _step(slots, held, link, times, counts, queue, pending, score, tally, copies)
     if num_landed > 0:
-        now_ns = max(now_ns, works.link.end_ns[num_landed - 1])
+        now_ns = max(now_ns, link.end_ns[num_landed - 1])
     now_ns += busy_ns
-    while _next_ns(works) <= now_ns:
-        _step(works, held)
+    while times[_LAND] <= now_ns or times[_PICK] < now_ns or clock_queue.next_due(pending)[1] < now_ns:
+        _step(slots, held, link, times, counts, queue, pending, score, tally, copies)
     return now_ns
 
 
 @jit
-def _next_ns(works):
-    """First instant of the GPU stream before which, or at which as a copy lands, there is something to do."""
-    land_ns, pick_ns = works.link.times[_LAND], works.link.times[_PICK]
-    due_ns = clock_queue.next_due(works.pending)[1]
-    other_ns = min(due_ns, pick_ns)
-    return min(land_ns, other_ns + 1 if other_ns < NEVER_NS else NEVER_NS)
-
-
-@jit
-def _step(works, held):
+def _step(slots, held, link, times, counts, queue, pending, score, tally, copies):
     """Do what comes next; there must be something. One always comes while transfers wait: see `_pick`."""
-    times = works.link.times
-    plan, due_ns = clock_queue.next_due(works.pending)
-    if times[_LAND] <= min(due_ns, times[_PICK]):
-        _land(works, held)
-    elif due_ns <= times[_PICK]:
-        works.tally[_ISSUED] += clock_queue.issue(works.queue, works.pending, plan)
-        wake(works, due_ns)
+    plan, due_ns = clock_queue.next_due(pending)
+    now_ns = min(due_ns, times[_PICK], times[_LAND])
+    if times[_LAND] == now_ns:
+        _land(slots, held, link, times, counts, tally, copies)
+    elif due_ns == now_ns:
+        tally[_ISSUED] += clock_queue.issue(queue, pending, plan)
     else:
-        now_ns = times[_PICK]
         times[_PICK] = NEVER_NS
-        _pick(works, held, now_ns)
+        if counts[_IS_HELD] == 0:
+            _pick(slots, held, link, times, counts, queue, score, tally, now_ns)
+        return
+    _wake(times, counts, queue, now_ns)
 
 
 @jit
@@ -136,17 +132,17 @@ def order_transfers(works, layer, load, transfers):
         Those transfers in the order of the log, and how many of them, 1 or 0, are copied already, as a prefetch.
     """
     link = works.link
-    counts, size, promoted = link.counts, 0, -1
+    counts, experts, size, promoted = link.counts, link.experts, 0, -1
     counts[_NUM_LANDED] = 0
     if link.times[_LAND] < NEVER_NS and counts[_AT_LAYER] == layer and load[counts[_EXPERT]] > 0:
         promoted = counts[_EXPERT]
-        counts[_PLACE], link.experts[0], link.start_ns[0], size = 0, promoted, link.times[_START], 1
+        counts[_PLACE], experts[0], link.start_ns[0], size = 0, promoted, link.times[_START], 1
     for expert in transfers:
         if expert != promoted:
-            link.experts[size] = expert
+            experts[size] = expert
             size += 1
     counts[_NEXT] = counts[_DEMANDED] = size
-    return link.experts[:size], 1 if promoted >= 0 else 0
+    return experts[:size], 1 if promoted >= 0 else 0
 
 
 @jit
@@ -177,71 +173,77 @@ def drop(works, layer, dropped):
 @jit
 def wake(works, now_ns):
     """Let an idle link look for its next copy, when all else that happens at this instant has happened."""
-    times, counts = works.link.times, works.link.counts
+    _wake(works.link.times, works.link.counts, works.queue, now_ns)
+
+
+@jit
+def _wake(times, counts, queue, now_ns):
     is_idle = times[_LAND] == NEVER_NS and times[_PICK] == NEVER_NS
-    if is_idle and (counts[_NEXT] < counts[_DEMANDED] or clock_queue.num_queued(works.queue) > 0):
+    if is_idle and (counts[_NEXT] < counts[_DEMANDED] or clock_queue.num_queued(queue) > 0):
         times[_PICK] = now_ns
 
 
 @jit
-def _pick(works, held, now_ns):
-    link, counts = works.link, works.link.counts
-    if counts[_IS_HELD] == 1:
-        return
+def _pick(slots, held, link, times, counts, queue, score, tally, now_ns):
     if counts[_NEXT] == counts[_DEMANDED]:
-        _pick_prefetch(works, held, now_ns)
+        target = _next_prefetch(slots, held, queue, score, tally)
+        if target >= 0:
+            num_experts = held.resident.shape[1]
+            layer, expert = target // num_experts, target % num_experts
+            clock_slots.reserve(slots, held, layer, expert)
+            _start(times, counts, now_ns, layer, expert, -1, 1)
     # Without room the copy waits until a kernel ends, which wakes the link; one always ends, as simulator.link says.
-    elif clock_slots.has_room(works.slots):
-        clock_slots.hold(works.slots)
+    elif clock_slots.has_room(slots):
+        clock_slots.hold(slots)
         place = counts[_NEXT]
         counts[_NEXT] += 1
         link.start_ns[place] = now_ns
-        _start(works, now_ns, clock_slots.running_layer(works.slots), link.experts[place], place, 0)
+        _start(times, counts, now_ns, clock_slots.running_layer(slots), link.experts[place], place, 0)
 
 
 @jit
-def _pick_prefetch(works, held, now_ns):
-    slots, queue = works.slots, works.queue
-    num_experts = slots.in_use.shape[1]
+def _next_prefetch(slots, held, queue, score, tally):
+    """Take the prefetch that starts now, as layer * E + expert, and make room for it; -1 if none does."""
+    num_experts, pool, victim = held.resident.shape[1], -1, -1
     while clock_queue.num_queued(queue) > 0:
         target = clock_queue.next_target(queue)
         layer, expert = target // num_experts, target % num_experts
         is_needed = not clock_slots.holds(slots, held, layer, expert)
         has_slot = is_needed and clock_slots.unclaimed(slots, held, layer) > 0
         if has_slot and not clock_slots.has_room(slots):
-            return  # a demand copy has borrowed the free slot; its kernel's end will wake the link
+            return -1  # a demand copy has borrowed the free slot; its kernel's end will wake the link
         clock_queue.take(queue)
-        if has_slot or (is_needed and clock_slots.give_way(slots, held, works.tally, layer, expert, works.score)):
-            clock_slots.reserve(slots, held, layer, expert)
-            works.tally[_STARTED] += 1
-            _start(works, now_ns, layer, expert, -1, 1)
-            return
-        works.tally[_DROPPED_VICTIM] += 1
+        if is_needed and not has_slot:
+            if pool != pool_of(held.capacity, layer):  # the same victim for all until one has left
+                pool = pool_of(held.capacity, layer)
+                victim = clock_slots.find_victim(slots, held, pool, score)
+            has_slot = clock_slots.give_way(slots, held, tally, victim, score, layer, expert)
+        if has_slot:
+            tally[_STARTED] += 1
+            return target
+        tally[_DROPPED_VICTIM] += 1
+    return -1
 
 
 @jit
-def _start(works, now_ns, layer, expert, place, is_prefetch):
-    times, counts = works.link.times, works.link.counts
+def _start(times, counts, now_ns, layer, expert, place, is_prefetch):
     counts[_AT_LAYER], counts[_EXPERT], counts[_PLACE], counts[_IS_PREFETCH] = layer, expert, place, is_prefetch
     times[_START] = now_ns
     times[_LAND] = now_ns + (times[_SLOW_COPY] if now_ns < times[_SLOW_UNTIL] else times[_COPY])
 
 
 @jit
-def _land(works, held):
-    link = works.link
-    times, counts = link.times, link.counts
+def _land(slots, held, link, times, counts, tally, copies):
     now_ns, layer, expert, place = times[_LAND], counts[_AT_LAYER], counts[_EXPERT], counts[_PLACE]
     times[_LAND] = NEVER_NS
-    works.tally[BUSY] += now_ns - times[_START]
+    tally[BUSY] += now_ns - times[_START]
     if counts[_IS_PREFETCH] == 1:
-        clock_slots.land(works.slots, held, layer, expert, place >= 0)
-        works.tally[_LANDED] += 1
+        clock_slots.land(slots, held, layer, expert, place >= 0)
+        tally[_LANDED] += 1
     if place >= 0:
         link.end_ns[place] = now_ns
         counts[_NUM_LANDED] += 1
-    if works.copies.shape[0] > 0:
-        noted = works.copies[counts[_NOTED]]
+    if copies.shape[0] > 0:
+        noted = copies[counts[_NOTED]]
         noted[0], noted[1], noted[2], noted[3], noted[4] = layer, expert, counts[_IS_PREFETCH], times[_START], now_ns
         counts[_NOTED] += 1
-    wake(works, now_ns)

@@ -112,11 +112,11 @@ def postpone(pending, num_experts, due_ns, prefetches, priority):
 @jit
 def next_due(pending):
     """The plan whose prefetches are issued next, the oldest of those due together, and when; (-1, NEVER_NS) if none."""
-    found, due_ns = -1, NEVER_NS
+    found, least_ns, due_ns = -1, NEVER_NS, pending.due_ns
     for plan in range(pending.counts[_PLANS]):
-        if pending.due_ns[plan] < due_ns:
-            found, due_ns = plan, pending.due_ns[plan]
-    return found, due_ns
+        if due_ns[plan] < least_ns:
+            found, least_ns = plan, due_ns[plan]
+    return found, least_ns
 
 
 @jit
@@ -153,11 +153,11 @@ def clear(queue):
 @jit
 def drop(queue, layer, dropped):
     """Drop those for a layer that begins, and set `dropped`, [E] bool, to their experts; returns how many they were."""
-    count = 0
+    count, queued = 0, queue.queued[layer]
     for expert in range(dropped.size):
-        dropped[expert] = queue.queued[layer, expert] > 0
-        count += queue.queued[layer, expert]
-        queue.queued[layer, expert] = 0
+        dropped[expert] = queued[expert] > 0
+        count += queued[expert]
+        queued[expert] = 0
     queue.next_number[layer] = queue.counts[_ISSUED]
     queue.counts[_LIVE] -= count
     if queue.counts[_SIZE] > 2 * queue.counts[_LIVE]:

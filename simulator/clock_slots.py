@@ -87,14 +87,16 @@ def unclaimed(slots, held, layer):
 @jit
 def activate(slots, held, load):
     """The gate of the running layer is read: its hits are in use from now on."""
-    layer = slots.counts[_LAYER]
+    layer, now = slots.counts[_LAYER], slots.counts[_EXECUTIONS]
+    # rows and columns first: to take an array out of a tuple counts references to it, which in a loop costs most
+    resident, in_use, untried = held.resident[layer], slots.in_use[layer], slots.untried[layer]
+    last_activated = slots.last_activated[layer]
     for expert in range(load.size):
-        slots.in_use[layer, expert] = False
-        if load[expert] > 0:
-            slots.in_use[layer, expert] = held.resident[layer, expert]
-            slots.untried[layer, expert] = False
-            slots.last_activated[layer, expert] = slots.counts[_EXECUTIONS]
-    slots.counts[_EXECUTIONS] += 1
+        is_activated = load[expert] > 0
+        in_use[expert] = is_activated & resident[expert]
+        untried[expert] &= not is_activated
+        last_activated[expert] = now if is_activated else last_activated[expert]
+    slots.counts[_EXECUTIONS] = now + 1
 
 
 @jit
@@ -111,26 +113,28 @@ def retain(slots, held, tally, numbers, retained, demanded):
     """
     num_experts, layer = held.resident.shape[1], slots.counts[_LAYER]
     first = number_in_pool(held.capacity, num_experts, layer, 0)
+    in_use, leaving, entering, counts = slots.in_use[layer], slots.leaving, slots.entering, slots.counts
     for number in numbers:
         expert = number - first
-        if 0 <= expert < num_experts and slots.in_use[layer, expert]:
-            slots.leaving[expert] = True
+        if 0 <= expert < num_experts and in_use[expert]:
+            leaving[expert] = True
         else:
             _leave(slots, held, tally, layer * num_experts + expert)
     for expert in demanded:
-        if retained[first + expert]:
-            slots.entering[expert] = True
-            slots.counts[_ENTERING] += 1
+        entering[expert] = retained[first + expert]
+        counts[_ENTERING] += retained[first + expert]
 
 
 @jit
-def use(slots, held, tally, expert):
-    """A kernel over this resident of the running layer has run; it leaves now if it is not retained."""
-    layer = slots.counts[_LAYER]
-    slots.in_use[layer, expert] = False
-    if slots.leaving[expert]:
-        slots.leaving[expert] = False
-        _leave(slots, held, tally, layer * held.resident.shape[1] + expert)
+def use(slots, held, tally, experts):
+    """A kernel over these residents of the running layer has run; those that are not retained leave now."""
+    layer, num_experts = slots.counts[_LAYER], held.resident.shape[1]
+    in_use, leaving = slots.in_use[layer], slots.leaving
+    for expert in experts:
+        in_use[expert] = False
+        if leaving[expert]:
+            leaving[expert] = False
+            _leave(slots, held, tally, layer * num_experts + expert)
 
 
 @jit
@@ -140,20 +144,22 @@ def hold(slots):
 
 
 @jit
-def release(slots, expert):
-    """The kernel over this demand copy has run; if it is not retained it gives up its slot."""
-    if not slots.entering[expert]:
-        slots.counts[_HELD] -= 1
+def release(slots, experts):
+    """The kernel over these demand copies has run; those that are not retained give up their slots."""
+    entering, counts = slots.entering, slots.counts
+    for expert in experts:
+        counts[_HELD] -= not entering[expert]
 
 
 @jit
 def enter(slots, held, transfers):
     """The running layer ends: the transfers that it retains become residents."""
     layer = slots.counts[_LAYER]
+    entering, resident = slots.entering, held.resident[layer]
     for expert in transfers:
-        if slots.entering[expert]:
-            slots.entering[expert] = False
-            held.resident[layer, expert] = True
+        if entering[expert]:
+            entering[expert] = False
+            resident[expert] = True
     entered = slots.counts[_ENTERING]
     slots.num_resident[pool_of(held.capacity, layer)] += entered
     slots.counts[_HELD] -= entered
@@ -167,25 +173,31 @@ def holds(slots, held, layer, expert):
 
 
 @jit
-def give_way(slots, held, tally, layer, expert, score):
-    """Evict the resident of lowest score from an expert's pool, if it scores strictly below that expert.
+def find_victim(slots, held, pool, score):
+    """The resident of a pool that gives way first, as layer * E + expert: of lowest score; -1 if there is none.
 
     Ties: the one activated least recently, then the highest number. Experts in use are safe, and with a score that is
-    no number among them nobody leaves.
+    no number among the others nobody leaves.
     """
-    num_experts, pool = held.resident.shape[1], pool_of(held.capacity, layer)
     size = held.resident.size // held.capacity.size
-    start = pool * num_experts
+    start = pool * held.resident.shape[1]
     resident, in_use = held.resident.ravel(), slots.in_use.ravel()
     scores, activated = score.ravel(), slots.last_activated.ravel()
     victim, lowest, oldest = -1, np.inf, 0
     for at in range(start, start + size):
         if resident[at] and not in_use[at]:
-            if scores[at] != scores[at]:
-                return False
+            if np.isnan(scores[at]):
+                victim = -1
+                break
             if victim < 0 or scores[at] < lowest or (scores[at] == lowest and activated[at] <= oldest):
                 victim, lowest, oldest = at, scores[at], activated[at]
-    if victim < 0 or not lowest < score[layer, expert]:
+    return victim
+
+
+@jit
+def give_way(slots, held, tally, victim, score, layer, expert):
+    """Evict the victim of a pool, if there is one and it scores strictly below an expert that is to come."""
+    if victim < 0 or not score.ravel()[victim] < score[layer, expert]:
         return False
     _leave(slots, held, tally, victim)
     return True
