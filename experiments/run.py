@@ -98,7 +98,8 @@ def simulate(
         engine: `compiled`, or `des`, the readable reference: the same results, event by event.
         seed: for policies that draw random numbers.
         output: directory for summary.json, result.parquet, decisions.parquet, manifest.json and timeline.pftrace, as
-            far as they are asked for, all or none of them; it holds nothing else. A run there that was asked for the same is replaced.
+            far as they are asked for, all or none of them; it holds nothing else. A run there that was asked for the
+            same is replaced.
         overwrite: replace a run of any configuration in `output`.
         per_layer: let result.parquet have one row for each layer execution.
         decisions: write decisions.parquet.
