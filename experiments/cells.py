@@ -98,9 +98,20 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, name="end with the launcher", daemon=True).start()
 
 
+def _end_kept_processes() -> None:
+    from joblib.externals.loky import get_reusable_executor  # slow to import, and single runs have no processes
+
+    get_reusable_executor(max_workers=1).shutdown(wait=True)
+
+
 @contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Processes started within it use one thread each, unless the environment says otherwise, and end quietly."""
+    """Processes started within it use one thread each, unless the environment says otherwise, and end quietly.
+
+    joblib keeps its processes for later calls. None of an earlier grid is used, as it would have the directory, the
+    environment and the modules of then; and none is left with what it keeps in memory.
+    """
+    _end_kept_processes()
     before = dict(os.environ)
     for name in _THREADS:
         os.environ.setdefault(name, "1")
@@ -109,6 +120,7 @@ def one_thread_each() -> Iterator[None]:
     try:
         yield
     finally:
+        _end_kept_processes()
         for name in ("PYTHONWARNINGS", *_THREADS):
             if name in before:
                 os.environ[name] = before[name]

@@ -116,7 +116,8 @@ class GridSweeper(Sweeper):
         except USER_ERRORS:
             raise
         except Exception as error:  # a launcher can fail in any way; what a cell does wrong does not come here
-            text = " ".join(str(error).split())
+            remote = str(error.__cause__ or "").strip().rpartition("\n")[2]  # last line of what a process says
+            text = " ".join(f"{error} {remote}".split())
             raise ConfigError(f"hydra/launcher={name}: {type(error).__name__}: {text}") from error
 
 

@@ -1,5 +1,6 @@
 """The Python API: sweep, its table, and what it shares with the command."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from experiments import simulate, sweep
 from experiments.errors import ConfigError
 from experiments.grid import batches, cells
 from experiments.profiles import load_profile
+from tracer.shipped import find_trace
 from tracer.store import TraceWriter
 
 
@@ -106,3 +108,13 @@ def test_cells_of_a_group_stand_together_and_the_profile_varies_fastest():
     assert [len(part) for part in batches(found, 3)] == [4, 4, 4]
     assert [len(part) for part in batches(found, 1)] == [12]
     assert [cell for part in batches(found, 2) for cell in part] == found
+
+
+def test_relative_paths_are_of_where_each_grid_is_started(tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        there = tmp_path / name
+        shutil.copytree(find_trace("proxy-tiny"), there / f"{name}.trace")
+        monkeypatch.chdir(there)
+        table = sweep(f"{name}.trace", ["lru", "full"], 8, jobs=2, shape="llada2.0-mini", output="out")
+        assert table["trace"].to_list() == [name, name]
+        assert (there / "out" / "sweep.parquet").is_file()
