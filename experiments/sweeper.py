@@ -116,7 +116,7 @@ class GridSweeper(Sweeper):
         except USER_ERRORS:
             raise
         except Exception as error:  # a launcher can fail in any way; what a cell does wrong does not come here
-            remote = str(error.__cause__ or "").strip().rpartition("\n")[2]  # last line of what a process says
+            remote = str(error.__cause__ or "").strip('"\n ').rpartition("\n")[2]  # last line of a process's traceback
             text = " ".join(f"{error} {remote}".split())
             raise ConfigError(f"hydra/launcher={name}: {type(error).__name__}: {text}") from error
 

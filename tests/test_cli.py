@@ -56,6 +56,9 @@ def _here(tmp_path, monkeypatch):
     store.store(name="command_under_test", node=Schema)
     store.store(group="colour", name="red", node=Red)
     store.store(group="colour", name="blue", node=Blue)
+    yield
+    for name in ("command_under_test.yaml", "colour"):  # launchers send the store to processes without these classes
+        del store.repo[name]
 
 
 def paint(config):

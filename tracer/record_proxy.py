@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(config: PretrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Train, record and pack as the options say; the report is written however this ends."""
-    signal.signal(signal.SIGTERM, _stop)
+    before = signal.signal(signal.SIGTERM, _stop)
     recording = Recording(config, options.out, options.device, options.pack)
     try:
         if options.minutes is not None:
@@ -218,6 +218,7 @@ def run(config: PretrainConfig, options: argparse.Namespace) -> dict[str, Any]:
         recording.facts["interrupted"] = f"{type(error).__name__}: {error}"
         raise
     finally:
+        signal.signal(signal.SIGTERM, before)
         clean(options.out)
         report = recording.write_report()
     return report
