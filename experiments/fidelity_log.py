@@ -1,0 +1,127 @@
+"""The log of one replayed cell as one small Parquet file, and such files packed for a way that takes few of them."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from experiments.errors import ConfigError
+from policies.log import FORWARD_COLUMNS, FORWARD_LISTS, LAYER_COLUMNS, LAYER_LISTS, LogChunk, Ragged, Table
+from tracer.exchange import partial_beside
+
+_NOTES, _FORWARDS = b"oledsim.notes", b"oledsim.forwards"
+# lists of what is prefetched at each gate, thousands for some policies; that they are counted is enough
+_LISTS = {name: kind for name, kind in LAYER_LISTS.items() if name not in ("prefetch_layers", "prefetch_experts")}
+_NARROW = (np.int8,)  # that the encoding of differences does not take
+PACK_BYTES = 15 * 2**20
+
+
+def write_log(path: Path, chunks: Sequence[LogChunk], notes: Mapping[str, Any]) -> None:
+    """Write the log of a run, but for the lists of prefetches; the file appears whole or not at all.
+
+    Args:
+        path: of the file.
+        chunks: of the run, at least one.
+        notes: what else is known of it, plain data.
+    """
+    layers = pa.concat_tables(_as_table(chunk.layers, LAYER_COLUMNS, _LISTS) for chunk in chunks)
+    forwards = pa.concat_tables(_as_table(chunk.forwards, FORWARD_COLUMNS, FORWARD_LISTS) for chunk in chunks)
+    metadata = {_NOTES: json.dumps(notes), _FORWARDS: json.dumps(forwards.to_pydict())}
+    scalars = {name: kind for name, kind in LAYER_COLUMNS.items() if kind not in _NARROW}
+    # ids ascend and times follow each other: differences are small
+    encodings = dict.fromkeys((*scalars, *(f"{name}.list.element" for name in LAYER_LISTS)), "DELTA_BINARY_PACKED")
+    partial = partial_beside(path)
+    try:
+        pq.write_table(
+            layers.replace_schema_metadata(metadata),
+            partial,
+            compression="zstd",
+            compression_level=9,
+            use_dictionary=False,
+            column_encoding=encodings,
+        )
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_log(path: Path) -> tuple[LogChunk, dict[str, Any]]:
+    """The log, with no prefetch in its lists, and the notes that `write_log` wrote.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
+    metadata = table.schema.metadata or {}
+    missing = [name for name in (*LAYER_COLUMNS, *_LISTS) if name not in table.column_names]
+    if missing or _NOTES not in metadata or _FORWARDS not in metadata:
+        raise ConfigError(f"{path}: is no log of a replayed cell: it lacks {missing[0] if missing else 'its notes'}")
+    forwards = pa.table(json.loads(metadata[_FORWARDS]))
+    layers = _from_table(table, LAYER_COLUMNS, _LISTS)
+    empty = {
+        name: Ragged(np.zeros(len(layers) + 1, np.int64), np.empty(0, kind))
+        for name, kind in LAYER_LISTS.items()
+        if name not in _LISTS
+    }
+    chunk = LogChunk(
+        Table(layers.scalars, {**layers.lists, **empty}), _from_table(forwards, FORWARD_COLUMNS, FORWARD_LISTS)
+    )
+    return chunk, json.loads(metadata[_NOTES])
+
+
+def pack(directory: Path, target: Path, names: Sequence[str], pack_bytes: int = PACK_BYTES) -> list[Path]:
+    """Put files of a directory into tar files of a limited size, which `tar xf` takes apart.
+
+    Args:
+        directory: of the files.
+        target: directory for `pack-0.tar` and those that follow.
+        names: of the files, relative to the directory; one that is larger than the limit has a pack of its own.
+        pack_bytes: limit.
+    """
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name in names:
+        num_bytes = (directory / name).stat().st_size + 2 * tarfile.BLOCKSIZE
+        if groups[-1] and size + num_bytes > pack_bytes - tarfile.RECORDSIZE:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += num_bytes
+    target.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for number, group in enumerate(groups):
+        paths.append(target / f"pack-{number}.tar")
+        with tarfile.open(paths[-1], "w") as archive:
+            for name in group:
+                archive.add(directory / name, arcname=name)
+    return paths
+
+
+def _as_table(table: Table, scalars: Mapping[str, type], lists: Mapping[str, type]) -> pa.Table:
+    arrays: dict[str, pa.Array] = {name: pa.array(table.scalars[name]) for name in scalars}
+    for name in lists:
+        column = table.lists[name]
+        arrays[name] = pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), pa.array(column.values))
+    return pa.table(arrays)
+
+
+def _from_table(table: pa.Table, scalars: Mapping[str, type], lists: Mapping[str, type]) -> Table:
+    columns = {name: table[name].to_numpy().astype(kind) for name, kind in scalars.items()}
+    ragged = {}
+    for name, kind in lists.items():
+        column = table[name].combine_chunks()
+        lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+        values = column.flatten().to_numpy(zero_copy_only=False).astype(kind)
+        ragged[name] = Ragged(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), values)
+    return Table(columns, ragged)
