@@ -16,6 +16,8 @@ from tracer.store import TraceReader
 
 POLICIES = ("ondemand", "lru", "oled", "ktransformers", "moe_infinity", "gate_ahead")
 SLOTS, FACTORS = (40, 100), (1, 2)
+# requests of a shipped trace that are of different texts, in order
+WORKLOADS = {"proxy-19x256-signals": ("arithmetic", "code", "prose")}
 TINY = "tiny"
 
 

@@ -1,0 +1,215 @@
+"""Judges a fidelity run: simulates its cells with its own profile, holds both together, and keeps what was found."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from experiments import compare_files
+from experiments.compare_judge import Comparison, compare
+from experiments.compare_runs import Ran, read_runs
+from experiments.errors import ConfigError
+from experiments.fidelity_grid import WORKLOADS, Cell, FirstForwards, shape_of, slowed
+from experiments.fidelity_log import read_log
+from experiments.fidelity_terms import as_markdown, terms_of
+from experiments.files import RunFiles, write_parquet
+from experiments.identity import sources
+from experiments.kept import BUDGET_BYTES, Kept
+from experiments.lower_bound import LowerBound
+from experiments.manifest import manifest as manifest_of
+from experiments.profiles import load_profile, profile_hash
+from experiments.results import ForwardTable
+from experiments.run import DEFAULTS, run, setting_for
+from experiments.summary import summary_of
+from policies.log import LogChunk
+from policies.profile import HardwareProfile
+from tracer.exchange import partial_beside, take_place
+from tracer.files import metadata_hash
+from tracer.records import read_object
+from tracer.schema import ModelShape
+from tracer.shipped import find_trace
+
+MANIFEST, PROFILE, TERMS, WORDS, BY_WORKLOAD = (
+    *("manifest.json", "measured.yaml", "terms.parquet"),
+    *("terms.md", "workloads.md"),
+)
+_DIGITS = 8  # of a profile's hash in a directory's name
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A fidelity run that was brought home.
+
+    Args:
+        directory: of its files.
+        manifest: what it says of itself.
+        profile: of its machine, measured by it.
+        reader: of the forwards that it ran.
+        shape: sizes that it ran.
+        kept: what simulations of its cells share.
+    """
+
+    directory: Path
+    manifest: Mapping[str, Any]
+    profile: HardwareProfile
+    reader: FirstForwards
+    shape: ModelShape
+    kept: Kept
+
+    def arguments(self, cell: Cell, profile: HardwareProfile, output: Path) -> dict[str, Any]:
+        """Of `simulate`, for a cell."""
+        return {
+            **DEFAULTS,
+            "trace": self.reader,
+            "policy": cell.policy,
+            "slots_per_layer": cell.slots_per_layer or None,
+            "hardware": profile,
+            "shape": self.shape,
+            "warmup_requests": self.manifest["warmup_requests"],
+            "output": output,
+            "overwrite": True,
+        }
+
+
+def judge(directory: Path, output: Path) -> str:
+    """Simulate the cells of a run, compare, and write what was found to a directory of its own in `output`.
+
+    The results of both sides, as `oled-simulate` and `oled-replay` write them, go to `results` in the run's directory.
+
+    Raises:
+        ConfigError: it is not a run, or nothing in it can be compared.
+    """
+    measured = read_measured(directory)
+    results = directory / "results"
+    terms = list(write_results(measured, results))
+    runs = read_runs([results])
+    comparison = compare(runs)
+    target = output / name_of(measured)
+    partial = partial_beside(target.resolve())
+    partial.mkdir(parents=True)
+    try:
+        compare_files.write(comparison, partial)
+        write_parquet(pl.DataFrame(terms, infer_schema_length=None), partial / TERMS)
+        (partial / WORDS).write_text(as_markdown(terms), encoding="utf-8")
+        shutil.copyfile(directory / PROFILE, partial / PROFILE)
+        kept = {**measured.manifest, "judged": {"command": sys.argv[1:], "sources": sources()}}
+        (partial / MANIFEST).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        by_workload = by_workloads(runs, measured)
+        if by_workload is not None:
+            text = compare_files.as_markdown(by_workload)
+            (partial / BY_WORKLOAD).write_text(text, encoding="utf-8")
+        take_place(partial, target.resolve(), lambda: None)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    lines = [f"{_mark(one.is_met)} {one.name} ({one.limit}): {one.found}" for one in comparison.targets]
+    return "\n".join([*lines, f"Written: {target}"])
+
+
+def read_measured(directory: Path) -> Measured:
+    """Open a run that was brought home, its packs taken apart.
+
+    Raises:
+        ConfigError: it is none, or of another version of its trace.
+    """
+    for name in (MANIFEST, PROFILE):
+        if not (directory / name).is_file():
+            raise ConfigError(
+                f"{directory}: holds no {name}; must be a run's directory, or its packs taken apart by tar xf"
+            )
+    manifest = read_object(directory / MANIFEST)
+    if not manifest.get("runs"):
+        raise ConfigError(f"{directory}: no cell of this run was finished")
+    profile = load_profile(directory / PROFILE)
+    reader = FirstForwards(find_trace(manifest["trace"]["name"]), manifest["per_request"])
+    for what, found, noted in (
+        (manifest["trace"]["name"], metadata_hash(reader.metadata), manifest["trace"]["hash"]),
+        (PROFILE, profile_hash(profile), manifest["profile_hash"]),
+    ):
+        if found != noted:
+            raise ConfigError(f"{directory}: ran with another {what} than the one that is here")
+    shape = shape_of(manifest["shape"], reader.metadata.shape)
+    return Measured(directory, manifest, profile, reader, shape, Kept(BUDGET_BYTES))
+
+
+def write_results(measured: Measured, results: Path) -> Iterator[dict[str, Any]]:
+    """Write simulated and replayed results of every cell; yields what parts of a layer took on each side."""
+    of_cell: dict[Cell, list[Path]] = {}
+    for entry in measured.manifest["runs"]:
+        of_cell.setdefault(Cell(**entry["cell"]), []).append(measured.directory / entry["file"])
+    for cell, paths in of_cell.items():
+        print(f"{cell.name}: {len(paths)} runs", file=sys.stderr, flush=True)
+        simulated = results / "simulated" / cell.name
+        run(measured.arguments(cell, slowed(measured.profile, cell.factor), simulated), measured.kept)
+        logs = []
+        for path in paths:
+            chunk, notes = read_log(path)
+            _write_replayed(measured, cell, chunk, notes, results / "replayed" / path.stem)
+            logs.append(chunk)
+        yield {"cell": cell.name, **terms_of(simulated, logs)}
+
+
+def _write_replayed(measured: Measured, cell: Cell, chunk: LogChunk, notes: Mapping[str, Any], output: Path) -> None:
+    """Write one replay as `oled-replay` does."""
+    setting = setting_for(measured.arguments(cell, measured.profile, output), measured.kept)
+    policy = measured.kept.policy(setting)
+    traced, given, staging = setting.traced, setting.given, setting.staging_slots
+    decide_ns = round(1000 * notes["decide_us"])
+    table = ForwardTable(
+        traced.num_layers, traced.num_experts, given.warmup_requests, decide_ns, policy.pool == "global"
+    )
+    bound = LowerBound(policy, traced.num_layers, traced.num_experts, given.warmup_requests, setting.costs, staging)
+    found = manifest_of(setting, policy)
+    found["config"]["engine"] = "replay"
+    with RunFiles(output, given, found["config"]) as files:
+        for taker in (table, bound, files):
+            taker.add(chunk)
+        about = measured.manifest
+        summary = summary_of(table, policy, setting, bound) | {
+            "engine": "replay",
+            "mode": "closed",
+            "device": about["device"],
+            "h2d_bytes_factor": cell.factor,
+            "host_us_per_layer": notes["host_us"],
+            "decide_us_per_layer": notes["decide_us"],
+            "is_pinned": about["is_pinned"],
+            "cpu_kernel": about["cpu_kernel"],
+            "num_distinct_experts": about["num_distinct_experts"],
+            "machine": about["machine"],
+        }
+        files.finish(summary, found, table.frame())
+
+
+def by_workloads(runs: list[Ran], measured: Measured) -> Comparison | None:
+    """The same comparison for each text of the trace alone; None where the trace is of one."""
+    names = WORKLOADS.get(measured.manifest["trace"]["name"])
+    if names is None:
+        return None
+    parts = []
+    for request, name in enumerate(names):
+        for one in runs:
+            rows = one.forwards.filter(pl.col("requests").list.contains(request))
+            # decisions are those of the whole run, which was held to them already
+            facts = {**one.facts, "trace": f"{one.facts['trace']}:{name}", "trace_hash": name, "decision_hash": None}
+            if rows.height:
+                parts.append(Ran(f"{one.name}:{name}", facts, rows))
+    return compare(parts)
+
+
+def name_of(measured: Measured) -> str:
+    """What the directory of a run's findings is called: date, machine, and the profile's hash."""
+    manifest = measured.manifest
+    gpu = re.split(r"[;,]", measured.profile.machine)[0]
+    words = "-".join(re.findall(r"[a-z0-9]+", gpu.lower())[:4])
+    return f"{manifest['created'][:10]}-{words}-{manifest['profile_hash'][:_DIGITS]}"
+
+
+def _mark(is_met: bool | None) -> str:
+    return {True: "met       ", False: "MISSED    ", None: "not judged"}[is_met]
