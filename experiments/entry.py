@@ -33,6 +33,11 @@ def calibrate() -> int | None:
     return _start("oled-calibrate", "experiments.calibrate")
 
 
+def compare() -> int | None:
+    """Entry point of `oled-compare`."""
+    return _start("oled-compare", "experiments.compare")
+
+
 def check_policy() -> int | None:
     """Entry point of `oled-check-policy`."""
     return _start("oled-check-policy", "experiments.check_policy")
