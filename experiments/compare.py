@@ -25,18 +25,19 @@ from tracer.schema import choices
 PROGRAM = "oled-compare"
 _NARROWEST, _WIDEST = 80, 120  # tables
 _EPILOG = """\
-Cells are named POLICY/SLOTS/xN/TRACE, where xN says how often each expert was
-copied to stand for a link N times as slow; a replay of h2d_bytes_factor=2 is held
-against a simulated link of half the bytes a second. Runs pair where trace, policy
-with its knobs, slots, bandwidth, sizes, warm-up and hardware profile are the same.
+Cells are named POLICY/SLOTS/xN/TRACE, where xN says how often each byte was
+copied, to stand for a link of 1/N of the bandwidth: a replay of
+h2d_bytes_factor=2 is held against a simulated link of half the bytes a second.
+Runs pair where trace, policy with its knobs, slots, bandwidth, sizes, warm-up
+and hardware profile are the same.
 
   oled-compare simulated replayed --output fidelity
   oled-compare simulated replayed --fitted 'lru/100/x1/*'
   oled-compare simulated replayed --output fidelity \\
       --timeline lru/40/x1/proxy-19x256-code --window 30:10
 
-docs/fidelity.md says what each number is. The exit code is 0 whatever the verdict,
-with --strict 1 where a target is missed, 2 after an error.
+docs/fidelity.md says what each number is. The exit code is 0 whatever the
+verdict, with --strict 1 where a target is missed; 2 after an error.
 """
 
 

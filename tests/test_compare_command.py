@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,9 @@ from matplotlib import image
 from measured import measure
 from pftraces import Track, read_tracks
 
-from experiments import figures
+from experiments import compare_files, figures
 from experiments.compare import main
+from experiments.compare_cells import Cell
 from experiments.compare_files import CELLS, FILES, NUMBERS, TABLE, TIMELINE
 from experiments.compare_log import decision_hash, first_difference
 from experiments.compare_runs import read_runs
@@ -110,7 +113,7 @@ def test_strict_says_what_the_verdict_is(oled_compare, results, tmp_path):
     measure(results / "simulated" / "lru", tmp_path / "off" / "lru", lambda times: 2 * times)
     code, out, err = oled_compare(results / "simulated" / "lru", "off", "--strict")
     assert (code, err) == (1, "")
-    assert "MISSED      MAPE of TPOT (<= 3 %): 50.00 % over 1 cells, signed -50.00 %" in out
+    assert "MISSED      MAPE of TPOT (<= 3 %): 50.00 % over 1 cells, signed -50.00 %;" in out
     assert oled_compare(results / "simulated" / "lru", "off")[0] == 0
 
 
@@ -304,3 +307,16 @@ def test_the_plot_shows_every_cell(oled_compare, results, monkeypatch):
     assert legend == ["ondemand", "lru", "oled", "gate_ahead", "copied x1", "fitted, not judged"]
     assert len({line.get_color() for line in scatter.get_legend().get_lines()[:4]}) == 4
     assert "executor, not to the cited systems" in " ".join(kept[0]._supxlabel.get_text().split())
+
+
+def test_the_documentation_names_what_there_is(oled_compare):
+    text = (Path(compare_files.__file__).parent.parent / "docs" / "fidelity.md").read_text()
+    named = set(re.findall(r"`([a-z0-9_]+_(?:ms|ratio|error|mape|noise|points|decisions))`", text))
+    assert len(named) > 10
+    assert named <= {field.name for field in fields(Cell)}
+    assert {name for name in FILES if f"`{name}`" not in text} == {"plot.png"}
+    options = set(re.findall(r"--[a-z]+", text))
+    assert options == {"--output", "--fitted", "--strict", "--timeline", "--window"}
+    _, out, _ = oled_compare("--help")
+    assert all(option in out for option in options)
+    assert max(map(len, out.partition("Cells are")[2].splitlines())) <= 80  # the rest is as wide as the terminal
