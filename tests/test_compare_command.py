@@ -85,7 +85,7 @@ def test_sweeps_against_sweeps(oled_compare, results):
     assert out.splitlines()[-1] == "Written: made"
     picture = image.imread("made/plot.png")
     assert picture.shape[1] > 1500
-    assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 50
+    assert len(np.unique(picture[::5, ::5].reshape(-1, picture.shape[2]), axis=0)) > 50
 
 
 def test_what_was_written_can_be_compared_again(oled_compare, results):
