@@ -26,7 +26,12 @@ _BAND = {"color": "0.9", "zorder": 0, "linewidth": 0}
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
-    """Draw every cell into a PNG file: colour is the policy, marker how often bytes are copied, hollow a fitted cell."""
+    """Draw every cell into a PNG file."""
+    figure_of(comparison).savefig(path, dpi=160)
+
+
+def figure_of(comparison: Comparison) -> Figure:
+    """Draw every cell: colour is the policy, marker how often bytes are copied, hollow a fitted cell."""
     cells = comparison.cells
     rows = sorted(cells, key=lambda cell: [other.policy for other in cells].index(cell.policy))
     figure = Figure(figsize=(11, min(11.0, max(5.6, 2.2 + 0.17 * len(rows)))), layout="constrained")
@@ -41,7 +46,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     note = " | ".join([*shown, f"bars: smallest and largest of a replay's repeats; {SCOPE}"])
     wrapped = textwrap.fill(note, 170, break_on_hyphens=False)
     figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=7.5, color="0.3")
-    figure.savefig(path, dpi=160)
+    return figure
 
 
 def _draw_scatter(axes: Axes, cells: Sequence[Cell], colors: dict[str, str], markers: dict[float, str]) -> None:

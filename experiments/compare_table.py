@@ -71,7 +71,7 @@ def describe_pair(pair: Pair) -> str:
     facts = pair.facts
     ran_on = facts["machine"] or "a machine it does not name"
     known = describe(facts, across="hardware.h2d_bytes_per_s")  # a slower link stands in the rows
-    return "; ".join([*known, f"replayed on {ran_on}", *_conditions(facts)])
+    return "; ".join([*known, f"costs {facts['provenance']}", f"replayed on {ran_on}", *_conditions(facts)])
 
 
 def _sections(comparison: Comparison) -> Iterable[tuple[str, list[Cell]]]:

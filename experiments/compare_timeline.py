@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from operator import attrgetter
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import polars as pl
 
@@ -13,7 +13,7 @@ from experiments.compare_log import read_layers
 from experiments.compare_pairs import Pair
 from experiments.compare_runs import Ran
 from experiments.errors import ConfigError
-from experiments.files import RESULT
+from experiments.files import DECISIONS, RESULT
 from experiments.timeline import FORWARDS, Window
 from experiments.timeline_packets import TraceWriter
 from experiments.timeline_slices import Execution, Slice, demand_slices, executions
@@ -33,38 +33,44 @@ def write_timelines(pair: Pair, file: BinaryIO, window: Window) -> int:
     Raises:
         ConfigError: a log is not at hand, or the window holds no forward.
     """
-    replayed = pair.repeats[0]
     first, stop = _window(pair, window)
-    runs = [_Run(run, first, stop) for run in (pair.simulated, replayed)]
+    runs = [_forwards(run, first, stop) for run in (pair.simulated, pair.repeats[0])]
     writer = TraceWriter(file)
     tracks = [_Tracks(writer, f"{kind}: {pair.name}", rank) for rank, kind in enumerate(("simulated", "measured"))]
     ahead = writer.counter("layer, simulated less measured", writer.track("difference", 0, 2), 0, "ns")
     now_ns = 0
-    for of_forward in zip(*runs, strict=True):
-        for (start_ns, end_ns, layers), track in zip(of_forward, tracks, strict=True):
-            track.write(layers, now_ns - start_ns, end_ns)
-        simulated, measured = (layers for _, _, layers in of_forward)
-        for a, b in zip(simulated, measured, strict=True):
+    for simulated, measured in zip(*runs, strict=True):
+        for forward, of_run in zip((simulated, measured), tracks, strict=True):
+            of_run.write(forward, now_ns)
+        for a, b in zip(simulated.layers, measured.layers, strict=True):
             difference_ns = (a.end_ns - a.start_ns) - (b.end_ns - b.start_ns)
-            writer.count(ahead, now_ns + a.start_ns - of_forward[0][0], difference_ns)
-        now_ns += max(end_ns - start_ns for start_ns, end_ns, _ in of_forward)
+            writer.count(ahead, now_ns + a.start_ns - simulated.start_ns, difference_ns)
+        now_ns += max(simulated.length_ns, measured.length_ns)
     return stop - first
 
 
-class _Run:
-    """Forwards of a run within a window: start, end and layers of each."""
+class _Forward(NamedTuple):
+    start_ns: int
+    end_ns: int
+    layers: list[Execution]
 
-    def __init__(self, run: Ran, first: int, stop: int) -> None:
-        if run.directory is None:
-            raise ConfigError(f"{run.name}: its decision log is not kept here; give the directory of the run itself")
-        times = pl.read_parquet(run.directory / RESULT, columns=["start_ns", "end_ns"])[first:stop]
-        self._times = list(times.iter_rows())
-        self._layers = executions(read_layers(run.directory, first, stop))
+    @property
+    def length_ns(self) -> int:
+        return self.end_ns - self.start_ns
 
-    def __iter__(self) -> Iterator[tuple[int, int, list[Execution]]]:
-        of_forwards = groupby(self._layers, attrgetter("forward"))
-        for (start_ns, end_ns), (_, layers) in zip(self._times, of_forwards, strict=True):
-            yield start_ns, end_ns, list(layers)
+
+def _forwards(run: Ran, first: int, stop: int) -> list[_Forward]:
+    """Those of a run within a window."""
+    if run.directory is None:
+        raise ConfigError(f"{run.name}: its decision log is not kept here; give the directory of the run itself")
+    times = pl.read_parquet(run.directory / RESULT, columns=["start_ns", "end_ns"])[first:stop]
+    rows = groupby(executions(read_layers(run.directory, first, stop)), attrgetter("forward"))
+    layers = [list(of_forward) for _, of_forward in rows]
+    if len(layers) != len(times):
+        raise ConfigError(
+            f"{run.directory}: {DECISIONS} holds {len(layers)} of forwards {first} to {stop - 1}, must hold all of them"
+        )
+    return [_Forward(*ends, own) for ends, own in zip(times.iter_rows(), layers, strict=True)]
 
 
 def _window(pair: Pair, window: Window) -> tuple[int, int]:
@@ -84,39 +90,41 @@ def _window(pair: Pair, window: Window) -> tuple[int, int]:
 
 
 class _Tracks:
-    """The tracks of one run; slices that measured times let overlap begin when the one before has ended."""
+    """The tracks of one run; where measured times overlap by a little, a slice begins when the one before has ended."""
 
     def __init__(self, writer: TraceWriter, name: str, rank: int) -> None:
         root = writer.track(name, 0, rank)
         self._writer = writer
         self._forwards = writer.track("forwards", root, 0)
         self._gpu = writer.track("GPU stream", root, 1)
-        self._demand = writer.track("H2D engine", root, 2)
+        self._link = writer.track("H2D engine", root, 2)
         self._cpu = writer.track("CPU pool", root, 3)
         self._missed = writer.counter("missed experts", root, 4, "experts")
 
-    def write(self, layers: Sequence[Execution], shift_ns: int, end_ns: int) -> None:
-        """Write one forward, `shift_ns` later than its run had it; it ended at `end_ns` there."""
-        first = layers[0]
-        about = {"forward": first.forward, "tokens": first.num_tokens, "kv_len": first.kv_len}
-        self._writer.begin(self._forwards, first.start_ns + shift_ns, f"forward {first.forward}", about)
-        self._put(self._forwards, (_layer_slice(row) for row in layers), shift_ns)
-        self._writer.end(self._forwards, end_ns + shift_ns)
-        of_gpu = [one for row in layers for one in _gpu_slices(row)]
-        self._put(self._gpu, [*of_gpu, Slice(layers[-1].end_ns, end_ns, "tail", {})], shift_ns)
-        self._put(self._demand, (one for row in layers for one in _copies(row, first.start_ns)), shift_ns)
-        self._put(self._cpu, (one for row in layers for one in _cpu_slices(row)), shift_ns)
+    def write(self, forward: _Forward, now_ns: int) -> None:
+        """Write one forward as if it began now."""
+        layers = forward.layers
+        about = {name: getattr(layers[0], name) for name in ("forward", "num_tokens", "kv_len")}
+        self._writer.begin(self._forwards, now_ns, f"forward {layers[0].forward}", about)
+        self._put(self._forwards, map(_layer_slice, layers), forward, now_ns)
+        self._writer.end(self._forwards, now_ns + forward.length_ns)
+        tail = Slice(layers[-1].end_ns, forward.end_ns, "tail", {})
+        self._put(self._gpu, [*(one for row in layers for one in _gpu_slices(row)), tail], forward, now_ns)
+        self._put(self._link, (one for row in layers for one in _copies(row)), forward, now_ns)
+        self._put(self._cpu, (one for row in layers for one in _cpu_slices(row)), forward, now_ns)
         for row in layers:
-            self._writer.count(self._missed, row.start_ns + shift_ns, row.num_activated - len(row.hits))
+            num_missed = row.num_activated - len(row.hits)
+            self._writer.count(self._missed, now_ns + row.start_ns - forward.start_ns, num_missed)
 
-    def _put(self, track: int, slices: Iterable[Slice], shift_ns: int) -> None:
-        last_ns = 0
-        for start_ns, end_ns, name, arguments in sorted(slices, key=lambda one: one.start_ns):
-            begin_ns = max(start_ns + shift_ns, last_ns)
-            if end_ns + shift_ns > begin_ns:
-                last_ns = end_ns + shift_ns
-                self._writer.begin(track, begin_ns, name, arguments)
-                self._writer.end(track, last_ns)
+    def _put(self, track: int, slices: Iterable[Slice], forward: _Forward, now_ns: int) -> None:
+        """Write slices of a forward, as far as they lie within it."""
+        last_ns = forward.start_ns
+        for one in sorted(slices, key=attrgetter("start_ns")):
+            start_ns, end_ns = max(one.start_ns, last_ns), min(one.end_ns, forward.end_ns)
+            if end_ns > start_ns:
+                last_ns = end_ns
+                self._writer.begin(track, now_ns + start_ns - forward.start_ns, one.name, one.arguments)
+                self._writer.end(track, now_ns + end_ns - forward.start_ns)
 
 
 def _layer_slice(row: Execution) -> Slice:
@@ -139,12 +147,13 @@ def _gpu_slices(row: Execution) -> Iterator[Slice]:
     yield Slice(row.hits_end_ns, row.end_ns, "misses", layer)
 
 
-def _copies(row: Execution, start_ns: int) -> Iterator[Slice]:
-    """Copies that the layer waits for; of one that began ahead of the forward, at `start_ns`, the part within it."""
-    for nth, expert in enumerate(row.transfers[: row.num_promoted]):
-        begin_ns = max(row.transfer_start_ns[nth], start_ns)
+def _copies(row: Execution) -> Iterator[Slice]:
+    """Copies that the layer waits for, those that began ahead as prefetches among them."""
+    for expert, start_ns, end_ns in zip(
+        row.transfers[: row.num_promoted], row.transfer_start_ns, row.transfer_end_ns, strict=False
+    ):
         about: dict[str, int | str] = {"layer": row.layer, "expert": expert}
-        yield Slice(begin_ns, row.transfer_end_ns[nth], f"L{row.layer} E{expert} ahead", about)
+        yield Slice(start_ns, end_ns, f"L{row.layer} E{expert} ahead", about)
     yield from demand_slices(row)
 
 

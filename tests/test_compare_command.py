@@ -194,6 +194,26 @@ def test_both_timelines(policy, oled_compare, results):
     assert sum(differences) == pytest.approx(-0.01 * sum(layer_ns), rel=1e-3)
 
 
+def test_measured_times_that_overlap_are_drawn_one_after_another(oled_compare, results, tmp_path):
+    """Events of different streams are read with an error; tracks must not show what cannot be."""
+    rng = np.random.default_rng(0)
+    run = measure(results / "simulated" / "oled", tmp_path / "rough", lambda times: times)
+    layers = pl.read_parquet(run / "decisions.parquet")
+    for name in ("transfer_start_ns", "transfer_end_ns"):
+        shaken = [[ns + int(rng.integers(-800, 800)) for ns in row] for row in layers[name].to_list()]
+        layers = layers.with_columns(pl.Series(name, shaken, dtype=layers.schema[name]))
+    layers = layers.with_columns(pl.col("end_ns") + 700)
+    layers.write_parquet(run / "decisions.parquet")
+    args = [results / "simulated" / "oled", run, "--output", "made", "--timeline", "oled/16/x1/proxy-tiny"]
+    assert oled_compare(*args)[0] == 0
+    measured = tracks_of(Path("made", TIMELINE))["measured"]  # reading refuses times that go back
+    assert len(measured["H2D engine"].slices) > 100
+    layers.head(layers.height // 2).write_parquet(run / "decisions.parquet")
+    code, _, err = oled_compare(*args, "--overwrite", "--window", "100:9")
+    assert code == 2
+    assert "decisions.parquet holds 0 of forwards 100 to 108, must hold all of them" in err
+
+
 def damaged(results, tmp_path, how):
     run = Path(shutil.copytree(results / "replayed" / "2" / "lru", tmp_path / "damaged"))
     if how == "no summary":
