@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from time import monotonic
 from typing import Any
 
@@ -22,29 +22,29 @@ except ModuleNotFoundError:
         "oled-calibrate: error: PyTorch is not installed; in a checkout, pip install '.[replay]' brings it"
     ) from None
 
-from experiments.bench_decide import measure_decisions
+from experiments.calibrate_policies import measure_policies, read_routing
 from experiments.command import Parser, guarded
 from experiments.errors import ConfigError
 from experiments.profiles import load_shape, profile_from_dict
 from experiments.terminal import mend_streams
 from policies.profile import HardwareProfile, ProfileError
 from policies.registry import POLICIES
-from replay.calibrate import QUICK, Settings, calibrate
+from replay.calibrate import calibrate
 from replay.calibrate_link import MIB
-from replay.calibrate_parts import LLaDA2Parts
+from replay.calibrate_settings import QUICK, Settings
 from replay.calibrated import notes_of, profile_of
 from tracer.exchange import partial_beside
 from tracer.schema import choices
 
 PROGRAM = "oled-calibrate"
-TRACE, SLOTS = "proxy-19x256-signals", 40  # by which decisions are timed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write a profile; exits with 2 after an error of the user, with 128 and its number after a signal."""
     mend_streams()
-    options = _parser().parse_args(arguments)
-    guarded(PROGRAM, lambda: print(_run(options)))
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = _parser().parse_args(words)
+    guarded(PROGRAM, lambda: print(_run(options, shlex.join([PROGRAM, *words]))))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,16 +71,16 @@ def _parser() -> argparse.ArgumentParser:
         help=f"host memory to measure with, pinned (default {Settings().pool_bytes // MIB}); more than caches hold",
     )
     parser.add_argument(
-        "--policy", action="append", metavar="NAME", help="whose decisions to time, repeatable (default all)"
+        "--policy", action="append", metavar="NAME", help="to run for its time at a gate, repeatable (default all)"
     )
-    parser.add_argument("--forwards", type=int, default=64, metavar="N", help="of decisions to time (default 64)")
+    parser.add_argument("--forwards", type=int, metavar="N", help="of each such run (default 16, --quick 5)")
     parser.add_argument("--quick", action="store_true", help="few sizes and repeats, to try the command")
     parser.add_argument("--slow-link", action="store_true", help="measure over a link that has trained down")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE.yaml")
     return parser
 
 
-def _run(options: argparse.Namespace) -> str:
+def _run(options: argparse.Namespace, command: str) -> str:
     _require_room(options.output, options.overwrite)
     device = _device(options.device)
     settings = _settings(options)
@@ -88,18 +88,20 @@ def _run(options: argparse.Namespace) -> str:
     for name in options.policy or []:
         if name not in POLICIES:
             raise ConfigError(f"policy {name!r}: not known; {choices(name, POLICIES)}")
+    routing = read_routing(options.policy, settings.policy_forwards)
     start = monotonic()
 
     def say(line: str) -> None:
         print(f"[{monotonic() - start:5.1f} s] {line}", file=sys.stderr, flush=True)
 
-    measured = calibrate(shapes, device, LLaDA2Parts, settings, say, allow_slow_link=options.slow_link)
-    say("decisions of policies")
-    policy_ns, spread = _decisions(options.policy, options.forwards, settings.repeats)
-    say(", ".join(f"{name} {time_ns / 1000:.1f} us" for name, time_ns in policy_ns.items()))
-    profile = profile_of(measured, options.output.stem, datetime.now(UTC).date().isoformat(), policy_ns, spread)
-    write_profile(options.output, profile, notes_of(measured))
-    return f"{options.output}: measured in {monotonic() - start:.0f} s; use it with hardware.path={options.output}"
+    measured = calibrate(shapes, device, settings, say, allow_slow_link=options.slow_link)
+    say(f"{len(routing.policies)} policies in the executor")
+    name, date = options.output.stem, datetime.now(UTC).date().isoformat()
+    policy_ns, spread = measure_policies(routing, measured, profile_of(measured, name, date, {}), device, settings, say)
+    seconds = monotonic() - start
+    notes = [f"Measured in {seconds:.0f} s by", f"  {command}", *notes_of(measured)]
+    write_profile(options.output, profile_of(measured, name, date, policy_ns, spread), notes)
+    return f"{options.output}: measured in {seconds:.0f} s; use it with hardware.path={options.output}"
 
 
 def _require_room(path: Path, overwrite: bool) -> None:
@@ -112,11 +114,11 @@ def _require_room(path: Path, overwrite: bool) -> None:
         raise ConfigError(f"{path}: exists already; --overwrite replaces it")
 
 
-def _device(name: str | None) -> torch.device:
+def _device(name: str | None) -> str:
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ConfigError("--device cuda: PyTorch finds no CUDA device; --device cpu measures this machine without one")
-    return torch.device("cuda", 0) if has_cuda and name != "cpu" else torch.device("cpu")
+    return "cuda" if has_cuda and name != "cpu" else "cpu"
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -127,18 +129,9 @@ def _settings(options: argparse.Namespace) -> Settings:
         if options.pool_mib < 1:
             raise ConfigError(f"--pool-mib {options.pool_mib}: must be at least 1")
         changes["pool_bytes"] = options.pool_mib * MIB
+    if options.forwards is not None:
+        changes["policy_forwards"] = options.forwards
     return replace(QUICK if options.quick else Settings(), **changes)
-
-
-def _decisions(policies: Sequence[str] | None, num_forwards: int, repeats: int) -> tuple[dict[str, float], float]:
-    """Median time of a decision by policy between other work, its check included; and how much repeats differ."""
-    report = measure_decisions(TRACE, SLOTS, policies, num_forwards, repeats + 1)
-    found, spreads = {}, []
-    for name, row in report["policies"].items():
-        found[name] = (row["engine"]["median_us"] + row["check"]["median_us"]) * 1e3
-        medians = [repeat["decide"]["median_us"] for repeat in row["repeats"][1:]]  # the first one warms up
-        spreads.append((max(medians) - min(medians)) / median(medians))
-    return {"default": median(found.values()), **found}, max(spreads)
 
 
 def write_profile(path: Path, profile: HardwareProfile, notes: Sequence[str]) -> None:

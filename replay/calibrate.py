@@ -1,88 +1,36 @@
-"""Measures what a machine costs, for a hardware profile: copies, a layer's parts on the GPU, and experts on the CPU."""
+"""Measures what a machine costs, for a hardware profile: plain copies, and layers as the executor runs them."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from replay.calibrate_cpu import (
-    CpuBatches,
-    CpuRate,
-    Slowdowns,
-    measure_cpu,
-    measure_slowdowns,
-    read_bytes_per_s,
-)
-from replay.calibrate_gpu import (
-    Clock,
-    GpuRate,
-    Parts,
-    measure_gate_sync,
-    measure_kernel,
-    measure_layer,
-    measure_roundtrip,
-    measure_tail,
-)
-from replay.calibrate_link import MIB, CopyRate, HostPool, Link, measure_copies
-from replay.cpu_experts import check_workers, default_workers, instructions
+from replay.arena import Arena
+from replay.calibrate_cpu import CpuBatches, CpuChoice, choose_kernel, read_bytes_per_s
+from replay.calibrate_gpu import flops_per_s
+from replay.calibrate_layers import Layers, measure_layers
+from replay.calibrate_link import MIB, CopyRate, HostPool, PlainCopies, demand_rate, measure_copies
+from replay.calibrate_settings import Settings
+from replay.cpu_experts import check_workers, instructions
+from replay.device import Device, open_device
+from replay.fits import Rate
+from replay.layer import config_of
 from replay.link_state import LinkState, check_link, read_link
-from replay.repeats import Repeated, repeated
+from replay.repeats import Repeated
 from tracer.schema import ModelShape
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is measured, and how often."""
-
-    repeats: int = 7
-    cpu_repeats: int = 11  # of batches on the CPU, which other work on the machine disturbs more
-    count: int = 20  # runs or copies in a row, of which the mean is one repeat
-    pool_bytes: int = 4096 * MIB
-    copy_bytes: tuple[int, ...] = tuple(int(mib * MIB) for mib in (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48))
-    tokens: tuple[int, ...] = (4, 8, 16, 32, 64, 128)
-    kv_lens: tuple[int, ...] = (0, 128, 512, 1024, 2048)
-    kernel_experts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    kernel_loads: tuple[int, ...] = (1, 2, 4, 8)
-    cpu_experts: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    cpu_loads: tuple[int, ...] = (1, 2, 4, 8, 16)
-    block: int = 16  # tokens of a forward, where only one number is measured
-    num_workers: int = field(default_factory=default_workers)
-
-
-QUICK = Settings(
-    repeats=2,
-    cpu_repeats=2,
-    count=2,
-    pool_bytes=64 * MIB,
-    copy_bytes=(MIB // 4, 2 * MIB, 16 * MIB),
-    tokens=(4, 8),
-    kv_lens=(0, 64),
-    kernel_experts=(1, 2, 4),
-    kernel_loads=(1, 2),
-    cpu_experts=(1, 2, 4),
-    cpu_loads=(1, 2),
-    block=4,
-    num_workers=1,
-)
 
 
 class ShapeMeasured(NamedTuple):
     """What was measured at one shape."""
 
     shape: ModelShape
-    layer: GpuRate
-    kernel: GpuRate
-    tail: Repeated
-    gate_sync: Repeated
-    roundtrip: Repeated
-    cpu: CpuRate
-    slowdowns: Slowdowns
+    cpu: CpuChoice
+    layers: Layers
 
 
 class Measured(NamedTuple):
@@ -93,14 +41,14 @@ class Measured(NamedTuple):
     read_bytes_per_s: float
     pinned: CopyRate
     pageable: CopyRate
+    demand: CopyRate  # copies in the executor's pipeline, at all shapes
     gpu_flops_per_s: float
     shapes: tuple[ShapeMeasured, ...]
 
 
 def calibrate(
     shapes: Sequence[ModelShape],
-    device: torch.device,
-    parts_of: Callable[[ModelShape, torch.device], Parts],
+    device_name: str,
     settings: Settings,
     say: Callable[[str], None],
     *,
@@ -109,9 +57,8 @@ def calibrate(
     """Measure a machine at some shapes.
 
     Args:
-        shapes: of bfloat16 models, for which everything but copies is measured.
-        device: a CUDA device, or `cpu`, where memory is copied to memory.
-        parts_of: the parts of a forward on a device.
+        shapes: of bfloat16 models, for which everything but plain copies is measured.
+        device_name: of a CUDA device, or `cpu`, where memory is copied to memory.
         settings: what is measured, and how often.
         say: told what comes next and what was found, a line each.
         allow_slow_link: measure over a link that runs below what card and slot allow.
@@ -120,95 +67,108 @@ def calibrate(
         ProfileError: memory is short on host or device, the link changed meanwhile or has trained down, or a shape
             is not known in full.
     """
-    is_cuda = device.type == "cuda"
     check_workers(settings.num_workers)
+    for shape in shapes:
+        config_of(shape)
+    device = open_device(device_name)
+    try:
+        return _calibrate(shapes, device, device_name, settings, say, allow_slow_link)
+    finally:
+        device.close()
+
+
+def _calibrate(
+    shapes: Sequence[ModelShape],
+    device: Device,
+    device_name: str,
+    settings: Settings,
+    say: Callable[[str], None],
+    allow_slow_link: bool,
+) -> Measured:
+    is_cuda = device.torch_device.type == "cuda"
     largest = max(settings.copy_bytes)
     pool_bytes = max(settings.pool_bytes, 4 * largest, *(16 * shape.expert_bytes("bfloat16") for shape in shapes))
     say(f"host memory: {pool_bytes / MIB:.0f} MiB{', pinned' if is_cuda else ''}")
     pool = HostPool(pool_bytes, pinned=is_cuda)
     reading = read_bytes_per_s(pool, settings.repeats)
     say(f"reading host memory with all cores: {reading / 1e9:.1f} GB/s; CPU: {instructions()}")
-    link = Link(device, max(largest, *(shape.expert_bytes("bfloat16") for shape in shapes)), 8)
-    before = _busy_link(link, pool, device)
-    pinned = measure_copies(link, pool, settings.copy_bytes, settings.repeats, settings.count)
-    say(f"copies: {pinned.latency_ns:.0f} ns + bytes at {pinned.bytes_per_s / 1e9:.1f} GB/s, {errors_of(pinned)}")
-    pageable = measure_copies(
-        link, HostPool(8 * largest, pinned=False), settings.copy_bytes, settings.repeats, max(2, settings.count // 4)
-    )
-    say(
-        f"pageable: {pageable.latency_ns:.0f} ns + bytes at {pageable.bytes_per_s / 1e9:.1f} GB/s, {errors_of(pageable)}"
-    )
-    found = tuple(_at_shape(shape, device, parts_of, pool, link, pinned, settings, say) for shape in shapes)
-    after = _busy_link(link, pool, device)
-    if is_cuda:
-        check_link(before, after, allow_slow=allow_slow_link)
+    copies = PlainCopies(device, largest, 8)
+    before = busy_link(copies, pool, device)
+    check_link(before, before, allow_slow=allow_slow_link)  # before minutes are spent on it
+    pinned = measure_copies(copies, pool, settings.copy_bytes, settings.repeats, settings.count)
+    say(f"copies: {_rate_text(pinned)}")
+    pageable_pool = HostPool(8 * largest, pinned=False)
+    few = max(2, settings.count // 4)
+    pageable = measure_copies(copies, pageable_pool, settings.copy_bytes, settings.repeats, few)
+    say(f"pageable: {_rate_text(pageable)}")
+    flops = flops_per_s(device, settings.repeats, settings.count)
+    found = tuple(_at_shape(shape, device_name, pool, pinned, settings, say) for shape in shapes)
+    after = busy_link(copies, pool, device)
+    check_link(before, after, allow_slow=allow_slow_link)
+    demand = {size: time for each in found for size, time in each.layers.copies.items()}
     return Measured(
-        machine=machine_of(device, after),
+        machine=machine_of(device.torch_device, after),
         link=after,
         read_bytes_per_s=reading,
         pinned=pinned,
         pageable=pageable,
-        gpu_flops_per_s=_flops_per_s(device, settings),
+        demand=demand_rate(demand, pinned),
+        gpu_flops_per_s=flops,
         shapes=found,
     )
 
 
 def _at_shape(
     shape: ModelShape,
-    device: torch.device,
-    parts_of: Callable[[ModelShape, torch.device], Parts],
+    device_name: str,
     pool: HostPool,
-    link: Link,
     pinned: CopyRate,
     settings: Settings,
     say: Callable[[str], None],
 ) -> ShapeMeasured:
-    repeats, count = settings.repeats, settings.count
     name = f"{shape.hidden}x{shape.expert_intermediate}"
-    parts, clock = parts_of(shape, device), Clock(device)
-    with torch.inference_mode():
-        layer = measure_layer(clock, parts, settings.tokens, settings.kv_lens, repeats, count)
-        say(f"{name} layer without routed experts: {_sum_of(layer, 'tokens', 'positions')}")
-        kernel = measure_kernel(clock, parts, settings.kernel_experts, settings.kernel_loads, repeats, count)
-        say(f"{name} grouped kernel: {_sum_of(kernel, 'experts', 'rows')}")
-        tail = measure_tail(clock, parts, settings.block, repeats, count)
-        gate_sync = measure_gate_sync(clock, parts, settings.block, settings.kv_lens[0], repeats, count)
-        roundtrip = measure_roundtrip(clock, parts, settings.block, repeats, count)
-    del parts
-    say(f"{name} tail {in_us(tail)}, reading ids {in_us(gate_sync)}, rows back {in_us(roundtrip)}")
     batches = CpuBatches(shape.hidden, shape.expert_intermediate, pool)
-    cpu = measure_cpu(batches, settings.num_workers, settings.cpu_experts, settings.cpu_loads, settings.cpu_repeats)
+    numbers, loads = settings.cpu_experts[-3:], settings.cpu_loads[:2]
+    cpu = choose_kernel(batches, settings.num_workers, numbers, loads, settings.repeats)
+    rates = ", ".join(f"{kernel} {rate / 1e9:.1f} GB/s" for kernel, rate in cpu.by_kernel.items())
+    say(f"{name} experts on the CPU by themselves: {rates}")
+    expert_bytes = shape.expert_bytes("bfloat16")
+    copies_per_expert = expert_bytes * 1e9 / cpu.bytes_per_s / pinned.copy_ns(expert_bytes)
+    arena = small_arena(shape, settings.num_layers, shape.num_experts, settings.pool_bytes, device_name)
+    layers = measure_layers(shape, device_name, arena, cpu, copies_per_expert, settings, say)
+    costs = layers.costs
+    say(f"{name} layer without routed experts: {sum_of(layers.layer, 'tokens', 'positions')}")
+    say(f"{name} grouped kernel: {sum_of(costs.kernel, 'experts', 'rows')}")
+    say(f"{name} CPU batch: {sum_of(costs.cpu, 'experts', 'rows')}")
     say(
-        f"{name} CPU batch: {cpu.a_ns:.0f} + {cpu.b0_ns:.0f} experts + {cpu.b1_ns:.0f} rows ns, {errors_of(cpu)}; kernel "
-        + ", ".join(f"{kernel} {rate / 1e9:.1f} GB/s" for kernel, rate in cpu.by_kernel.items())
+        f"{name} copy {in_us(costs.copy)}, gate {costs.gate_sync_ns / 1000:.1f} us, CPU and back {costs.roundtrip_ns / 1000:.1f} us, "
+        f"tail {in_us(costs.tail)}; while both run copies take {costs.slowdowns.h2d:.2f}, CPU batches "
+        f"{costs.slowdowns.cpu:.2f} times as long"
     )
-    copy_ns = pinned.latency_ns + batches.expert_bytes * 1e9 / pinned.bytes_per_s
-    slowdowns = measure_slowdowns(
-        batches, link, cpu, copy_ns, num_experts=max(settings.cpu_experts), load=2, repeats=settings.cpu_repeats
+    say(
+        f"{name} layers of {len(costs.errors)} kinds by these costs: off by {costs.mean_error:.1%} on average, {costs.max_error:.1%} at most"
     )
-    say(f"{name} while both run: copies take {slowdowns.h2d:.2f}, CPU batches {slowdowns.cpu:.2f} times as long")
-    return ShapeMeasured(shape, layer, kernel, tail, gate_sync, roundtrip, cpu, slowdowns)
+    return ShapeMeasured(shape, cpu, layers)
 
 
-def _busy_link(link: Link, pool: HostPool, device: torch.device) -> LinkState | None:
-    if device.type != "cuda":
+def small_arena(shape: ModelShape, num_layers: int, num_experts: int, pool_bytes: int, device_name: str) -> Arena:
+    """Experts of this shape that share some memory, more than caches hold, with room for copies of twice their size."""
+    expert_bytes = shape.expert_bytes("bfloat16")
+    num_distinct = min(num_layers * num_experts, max(4, pool_bytes // expert_bytes - 1))
+    is_cuda = torch.device(device_name).type == "cuda"
+    arena = Arena(num_layers, num_experts, expert_bytes // 2, num_distinct=num_distinct, padding=1, pinned=is_cuda)
+    arena.fill()
+    return arena
+
+
+def busy_link(copies: PlainCopies, pool: HostPool, device: Device) -> LinkState | None:
+    """The link's state while copies run, since an idle one is trained down; None without a link."""
+    if device.torch_device.type != "cuda":
         return None
     state: list[LinkState | None] = []
-    sources = [pool.take(link.slot_bytes) for _ in range(200)]
-    link.copies_ns(sources, meanwhile=lambda: state.append(read_link(device)))
+    sources = [pool.take(copies.slot_bytes) for _ in range(200)]
+    copies.times_ns(sources, meanwhile=lambda: state.append(read_link(device.torch_device)))
     return state[0]
-
-
-def _flops_per_s(device: torch.device, settings: Settings) -> float:
-    """Rate of a large matrix product in bfloat16."""
-    size = 8192 if device.type == "cuda" else 256
-    left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
-    clock = Clock(device)
-
-    def run() -> None:
-        torch.mm(left, right)
-
-    return 2e9 * size**3 / repeated(lambda: clock.device_ns(run, settings.count), settings.repeats).median_ns
 
 
 def machine_of(device: torch.device, link: LinkState | None) -> str:
@@ -227,16 +187,21 @@ def machine_of(device: torch.device, link: LinkState | None) -> str:
     )
 
 
-def _sum_of(rate: GpuRate, first: str, second: str) -> str:
+def sum_of(rate: Rate, first: str, second: str) -> str:
+    """A cost as a sum, in words."""
     a_ns, b_ns, c_ns = rate.coefficients_ns
     return f"{a_ns:.0f} + {b_ns:.1f} {first} + {c_ns:.2f} {second} ns, {errors_of(rate)}"
 
 
-def errors_of(rate: GpuRate | CopyRate | CpuRate) -> str:
+def _rate_text(rate: CopyRate) -> str:
+    return f"{rate.latency_ns:.0f} ns + bytes at {rate.bytes_per_s / 1e9:.1f} GB/s, {errors_of(rate)}"
+
+
+def errors_of(rate: Rate | CopyRate) -> str:
     """How far a fit is off what it was fitted to, in words."""
     return f"off by {rate.mean_error:.1%} on average, {rate.max_error:.1%} at most"
 
 
 def in_us(time: Repeated) -> str:
-    """Median and spread, in words."""
-    return f"{time.median_ns / 1000:.1f} us ({time.spread:.0%})"
+    """Mean and spread, in words."""
+    return f"{time.mean_ns / 1000:.1f} us ({time.spread:.0%})"

@@ -1,9 +1,8 @@
-"""Measures copies from the host to the GPU: by size, and while experts run on the CPU."""
+"""Measures plain copies from the host to the GPU by size, as the executor issues them and with nothing beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import perf_counter_ns
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from policies.profile import ProfileError
+from replay.device import Device
 from replay.fits import fit
 from replay.repeats import Repeated
 
@@ -25,6 +25,10 @@ class CopyRate(NamedTuple):
     mean_error: float
     max_error: float
     times: dict[int, Repeated]  # of one copy, by its bytes
+
+    def copy_ns(self, num_bytes: int) -> float:
+        """Time of one copy."""
+        return self.latency_ns + num_bytes * 1e9 / self.bytes_per_s
 
 
 class HostPool:
@@ -61,46 +65,43 @@ class HostPool:
         return self.memory[first : first + size]
 
 
-class Link:
-    """The way from host memory to the device: copies in a queue, each followed by its own event, as in a run.
+class PlainCopies:
+    """Copies from host memory in a row, each followed by its own event, as in a run.
 
-    On a device without CUDA a copy is one from memory to memory, done when it is issued.
+    Raises:
+        ProfileError: the device has too little memory.
     """
 
-    def __init__(self, device: torch.device, slot_bytes: int, num_slots: int) -> None:
-        self.is_cuda = device.type == "cuda"
-        self.slot_bytes = slot_bytes
-        needed = slot_bytes * num_slots
-        if self.is_cuda and needed > (free := torch.cuda.mem_get_info(device)[0]):
-            raise ProfileError(f"{device}: {needed / MIB:.0f} MiB are needed, {free / MIB:.0f} MiB are free")
-        self._slots = torch.zeros(num_slots, slot_bytes // 2, dtype=torch.bfloat16, device=device)
-        self._stream = torch.cuda.Stream(device) if self.is_cuda else None
+    def __init__(self, device: Device, slot_bytes: int, num_slots: int) -> None:
+        self._device, self.slot_bytes = device, slot_bytes
+        where, needed = device.torch_device, slot_bytes * num_slots
+        if where.type == "cuda" and needed > (free := torch.cuda.mem_get_info(where)[0]):
+            raise ProfileError(f"{where}: {needed / MIB:.0f} MiB are needed, {free / MIB:.0f} MiB are free")
+        self._slots = torch.zeros(num_slots, slot_bytes // 2, dtype=torch.bfloat16, device=where)
+        device.synchronize()
 
-    def copies_ns(self, sources: Sequence[Tensor], meanwhile: Callable[[], None] | None = None) -> list[float]:
-        """Time of each of some copies, issued in a row; `meanwhile` is called when all are issued.
+    def times_ns(self, sources: Sequence[Tensor], meanwhile: Callable[[], None] | None = None) -> list[float]:
+        """Time of each copy but the first, which keeps the link busy while the others are issued.
 
-        The first copy is not counted: it is there to keep the link busy while the others are issued.
+        Args:
+            sources: issued in a row.
+            meanwhile: called when all are issued.
         """
-        if self._stream is None:
-            times = [perf_counter_ns()]
-            for i, source in enumerate(sources):
-                self._slots[i % len(self._slots), : len(source)].copy_(source)
-                times.append(perf_counter_ns())
-            if meanwhile is not None:
-                meanwhile()
-            return [float(after - before) for before, after in zip(times[1:], times[2:], strict=False)]
-        events = [torch.cuda.Event(enable_timing=True) for _ in sources]
-        with torch.cuda.stream(self._stream):
+        device = self._device
+        events = [device.event() for _ in sources]
+        with device.copying():
             for i, (source, event) in enumerate(zip(sources, events, strict=True)):
-                self._slots[i % len(self._slots), : len(source)].copy_(source, non_blocking=True)
-                event.record(self._stream)
+                device.copy(self._slots[i % len(self._slots), : len(source)], source)
+                event.record(device.copies)
         if meanwhile is not None:
             meanwhile()
-        self._stream.synchronize()
-        return [before.elapsed_time(after) * 1e6 for before, after in zip(events, events[1:], strict=False)]
+        events[-1].synchronize()
+        return [float(device.ns_between(first, second)) for first, second in zip(events, events[1:], strict=False)]
 
 
-def measure_copies(link: Link, pool: HostPool, sizes: Sequence[int], repeats: int, num_copies: int) -> CopyRate:
+def measure_copies(
+    copies: PlainCopies, pool: HostPool, sizes: Sequence[int], repeats: int, num_copies: int
+) -> CopyRate:
     """One copy's time by its size, and the latency and bandwidth through it.
 
     Repeats go on, up to four times as many, while other work on the machine hides that larger copies take longer.
@@ -111,8 +112,8 @@ def measure_copies(link: Link, pool: HostPool, sizes: Sequence[int], repeats: in
     samples: dict[int, list[float]] = {size: [] for size in sizes}
     for repeat in range(4 * repeats + 1):
         for size in sizes if repeat % 2 else reversed(sizes):
-            sources = [pool.take(link.slot_bytes), *(pool.take(size) for _ in range(num_copies))]
-            mean_ns = float(np.mean(link.copies_ns(sources)))
+            sources = [pool.take(copies.slot_bytes), *(pool.take(size) for _ in range(num_copies))]
+            mean_ns = float(np.mean(copies.times_ns(sources)))
             if repeat:  # the first one warms up
                 samples[size].append(mean_ns)
         if repeat == 0 or repeat % repeats:
@@ -126,3 +127,19 @@ def measure_copies(link: Link, pool: HostPool, sizes: Sequence[int], repeats: in
         f"{size / MIB:g} MiB in {np.median(of_size) / 1000:.0f} us" for size, of_size in samples.items()
     )
     raise ProfileError(f"larger copies take no longer, so no bandwidth can be told: {found_us}; is the machine busy?")
+
+
+def demand_rate(times: dict[int, Repeated], plain: CopyRate) -> CopyRate:
+    """Latency and bandwidth of copies in the executor's own pipeline, by their bytes.
+
+    Where larger ones took no longer, which is noise of a busy machine, the bandwidth is that of plain copies.
+    """
+    sizes = list(times)
+    found = fit([1, sizes], [times[size].mean_ns for size in sizes])
+    latency_ns, byte_ns = found.coefficients
+    if byte_ns > 0:
+        return CopyRate(float(latency_ns), 1e9 / float(byte_ns), found.mean_error, found.max_error, times)
+    rests = [times[size].mean_ns - size * 1e9 / plain.bytes_per_s for size in sizes]
+    rate = plain._replace(latency_ns=max(0.0, float(np.mean(rests))), times=times)
+    errors = [abs(rate.copy_ns(size) / times[size].mean_ns - 1) for size in sizes]
+    return rate._replace(mean_error=float(np.mean(errors)), max_error=float(np.max(errors)))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from policies.profile import NON_EXPERT_BYTES, HardwareProfile, Roofline, ShapeCosts, layer_weights
 from replay.calibrate import Measured, ShapeMeasured, in_us
+from replay.calibrate_layers import TRANSFER_CHUNK
 from replay.calibrate_link import MIB
 from replay.repeats import Repeated
 
@@ -28,28 +29,31 @@ def profile_of(
         policy_spread: of these times over repeats, as a share; None where there are none.
     """
     shapes = measured.shapes
-    errors = {"h2d_mean": measured.pinned.mean_error, "h2d_max": measured.pinned.max_error}
+    costs = [found.layers.costs for found in shapes]
+    errors = {"h2d_mean": measured.demand.mean_error, "h2d_max": measured.demand.max_error}
     if policy_spread is not None:
         errors["policy_ns_spread"] = policy_spread
     for i, found in enumerate(shapes):
-        for key, rate in (("n_ns", found.layer), ("g_ns", found.kernel), ("cpu", found.cpu)):
+        cost = found.layers.costs
+        for key, rate in (("n_ns", found.layers.layer), ("g_ns", cost.kernel), ("cpu", cost.cpu), ("layer", cost)):
             errors[f"shapes[{i}].{key}_mean"], errors[f"shapes[{i}].{key}_max"] = rate.mean_error, rate.max_error
-        errors[f"shapes[{i}].tail_ns_spread"] = found.tail.spread
+        errors[f"shapes[{i}].tail_ns_spread"] = cost.tail.spread
     profile = HardwareProfile(
         name=name,
         provenance="measured",
         machine=measured.machine,
         date=date,
-        h2d_latency_ns=round(measured.pinned.latency_ns),
-        h2d_bytes_per_s=_significant(measured.pinned.bytes_per_s),
+        h2d_latency_ns=round(measured.demand.latency_ns),
+        h2d_bytes_per_s=_significant(measured.demand.bytes_per_s),
         h2d_pageable_bytes_per_s=_significant(measured.pageable.bytes_per_s),
         cpu_workers=shapes[0].cpu.num_workers,
         cpu_kernel=shapes[0].cpu.kernel,
-        gate_sync_ns=round(_mean([found.gate_sync.median_ns for found in shapes])),
-        cpu_roundtrip_ns=round(_mean([found.roundtrip.median_ns for found in shapes])),
+        gate_sync_ns=round(_mean([cost.gate_sync_ns for cost in costs])),
+        cpu_roundtrip_ns=round(_mean([cost.roundtrip_ns for cost in costs])),
         policy_ns={policy: round(time_ns) for policy, time_ns in policy_ns.items()},
-        h2d_slowdown=round(max(1.0, _mean([found.slowdowns.h2d for found in shapes])), 3),
-        cpu_slowdown=round(max(1.0, _mean([found.slowdowns.cpu for found in shapes])), 3),
+        h2d_slowdown=round(max(1.0, _mean([cost.slowdowns.h2d for cost in costs])), 3),
+        cpu_slowdown=round(max(1.0, _mean([cost.slowdowns.cpu for cost in costs])), 3),
+        transfer_chunk=TRANSFER_CHUNK,
         shapes=tuple(_shape_costs(found) for found in shapes),
         assumed=("roofline.kernels_per_layer", "roofline.kernels_per_tail", *(() if policy_ns else ("policy_ns",))),
         fit_errors={key: round(error, 4) for key, error in errors.items()},
@@ -58,18 +62,20 @@ def profile_of(
 
 
 def _shape_costs(found: ShapeMeasured) -> ShapeCosts:
-    a_ns, b_ns, c_ns = (round(value, 2) for value in found.layer.coefficients_ns)
-    start_ns, expert_ns, row_ns = (round(value, 2) for value in found.kernel.coefficients_ns)
+    costs = found.layers.costs
+    a_ns, b_ns, c_ns = (round(value, 2) for value in found.layers.layer.coefficients_ns)
+    start_ns, expert_ns, row_ns = (round(value, 2) for value in costs.kernel.coefficients_ns)
+    cpu_a_ns, cpu_b0_ns, cpu_b1_ns = (round(value) for value in costs.cpu.coefficients_ns)
     return ShapeCosts(
         hidden=found.shape.hidden,
         expert_intermediate=found.shape.expert_intermediate,
         expert_bytes=found.shape.expert_bytes("bfloat16"),
         n_ns=(a_ns, b_ns, c_ns),
         g_ns=(start_ns, expert_ns, row_ns),
-        cpu_a_ns=round(found.cpu.a_ns),
-        cpu_b0_ns=round(found.cpu.b0_ns),
-        cpu_b1_ns=round(found.cpu.b1_ns),
-        tail_ns=round(found.tail.median_ns),
+        cpu_a_ns=cpu_a_ns,
+        cpu_b0_ns=cpu_b0_ns,
+        cpu_b1_ns=cpu_b1_ns,
+        tail_ns=round(costs.tail.mean_ns),
     )
 
 
@@ -79,9 +85,10 @@ def _roofline(measured: Measured, costs: Sequence[ShapeCosts]) -> Roofline | Non
     What a layer takes beyond reading its weights is spread over its kernels. None where an expert more took no more time.
     """
     found, cost = max(zip(measured.shapes, costs, strict=True), key=lambda pair: pair[1].expert_bytes)
-    if not (cost.g_ns[1] and cost.cpu_b0_ns):  # nothing follows from what is lost in noise
+    expert_ns = found.layers.costs.hits.coefficients_ns[1]  # of the kernel alone; g_ns stands for chunks and hits both
+    if not (expert_ns and cost.cpu_b0_ns):  # nothing follows from what is lost in noise
         return None
-    gpu_bytes_per_s = cost.expert_bytes * 1e9 / cost.g_ns[1]
+    gpu_bytes_per_s = cost.expert_bytes * 1e9 / expert_ns
     reading_ns = layer_weights(found.shape) * NON_EXPERT_BYTES * 1e9 / gpu_bytes_per_s
     # two operations for each weight of two bytes, at the shape where they show most
     arithmetic = [each.cpu_b1_ns / each.expert_bytes for each in costs if each.cpu_b1_ns]
@@ -105,33 +112,51 @@ def notes_of(measured: Measured) -> list[str]:
     lines = [
         f"Host memory is read at {measured.read_bytes_per_s / 1e9:.1f} GB/s by all cores. "
         f"Link while busy: {measured.link or 'no PCIe link'}.",
-        "Copies, us by MiB (spread between quartiles):",
+        "Plain copies, us by MiB (spread between quartiles):",
         *_table({f"{size / MIB:g}": time for size, time in measured.pinned.times.items()}),
         "Pageable:",
         *_table({f"{size / MIB:g}": time for size, time in measured.pageable.times.items()}),
+        "Copies of plans in the executor, which h2d_latency_ns and h2d_bytes_per_s are of:",
+        *_table({f"{size / MIB:g}": time for size, time in measured.demand.times.items()}),
+        *(
+            f"{size / MIB:g} MiB: {measured.pinned.copy_ns(size) / time.mean_ns:.1%} of the rate of plain copies."
+            for size, time in measured.demand.times.items()
+        ),
     ]
     for found in measured.shapes:
-        cpu = found.cpu
-        lines += [
-            f"{found.shape.hidden}x{found.shape.expert_intermediate}, layer without routed experts, us by tokens+committed positions:",
-            *_table({f"{tokens}+{kv}": time for (tokens, kv), time in found.layer.times.items()}),
-            "Grouped kernel, us by experts:rows:",
-            *_table({f"{num}:{rows}": time for (num, rows), time in found.kernel.times.items()}),
-            f"CPU experts ({cpu.kernel}, {cpu.num_workers} workers), us by experts x rows of each:",
-            *_table({f"{num}x{load}": time for (num, load), time in cpu.times.items()}),
-            "GB/s of weights by kernel: "
-            + ", ".join(f"{kernel} {rate / 1e9:.1f}" for kernel, rate in cpu.by_kernel.items())
-            + "; by workers: "
-            + ", ".join(f"{workers} {rate / 1e9:.1f}" for workers, rate in cpu.by_workers.items()),
-            f"Ids to the host {in_us(found.gate_sync)}, rows back {in_us(found.roundtrip)}, "
-            f"while both run copies take {found.slowdowns.h2d:.2f} and CPU batches {found.slowdowns.cpu:.2f} times as long.",
-        ]
+        lines += _shape_notes(found, measured.read_bytes_per_s)
     return lines
+
+
+def _shape_notes(found: ShapeMeasured, read_bytes_per_s: float) -> list[str]:
+    layers, cpu, costs = found.layers, found.cpu, found.layers.costs
+    return [
+        f"{found.shape.hidden}x{found.shape.expert_intermediate}, layer without routed experts, us by tokens+committed positions:",
+        *_table({f"{tokens}+{kv}": time for (tokens, kv), time in layers.layer.times.items()}),
+        "Grouped kernel in the executor with what the layer's end takes, us by experts:rows:",
+        *_table({f"{num}:{rows}": time for (num, rows), time in costs.kernel.times.items()}),
+        "Kernel over hits alone, with its launch:",
+        *_table({f"{num}:{rows}": time for (num, rows), time in costs.hits.times.items()}),
+        f"CPU experts ({cpu.kernel}, {cpu.num_workers} workers) in the executor, us by experts:rows:",
+        *_table({f"{num}:{rows}": time for (num, rows), time in costs.cpu.times.items()}),
+        "By themselves, GB/s of weights by kernel: "
+        + ", ".join(f"{kernel} {rate / 1e9:.1f}" for kernel, rate in cpu.by_kernel.items())
+        + "; by workers: "
+        + ", ".join(f"{workers} {rate / 1e9:.1f}" for workers, rate in cpu.by_workers.items())
+        + f"; the former {cpu.bytes_per_s / read_bytes_per_s:.0%} of what memory is read at.",
+        f"From the layer's own part to the first copy {costs.gate_sync_ns / 1000:.1f} us without decision, of which "
+        f"{costs.first_copy_ns / 1000:.1f} after the plan.",
+        f"From the CPU's results to the layer's end {costs.roundtrip_ns / 1000:.1f} us, of which {costs.after_cpu_ns / 1000:.1f} "
+        "are the next layer's later launch.",
+        f"Tail {in_us(costs.tail)}. While both run copies take {costs.slowdowns.h2d:.2f} and CPU batches "
+        f"{costs.slowdowns.cpu:.2f} times as long.",
+        f"Layers of {len(costs.errors)} kinds by these costs: off by {costs.mean_error:.1%} on average, {costs.max_error:.1%} at most.",
+    ]
 
 
 def _table(times: Mapping[str, Repeated]) -> list[str]:
     """Times in lines of at most 100 characters."""
-    cells = [f"{name} {time.median_ns / 1000:.1f} ({time.spread:.0%})" for name, time in times.items()]
+    cells = [f"{name} {time.mean_ns / 1000:.1f} ({time.spread:.0%})" for name, time in times.items()]
     lines = [""]
     for cell in cells:
         if len(lines[-1]) + len(cell) > 98:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from policies.profile import ProfileError
+from replay.repeats import Repeated
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,3 +61,25 @@ def fit(columns: Sequence[ArrayLike], times_ns: ArrayLike) -> Fit:
             break
         kept.remove(int(found.argmin()))
     return Fit(found, matrix @ found / measured - 1)
+
+
+class Rate(NamedTuple):
+    """A cost as a constant, a rate and another one, and how far that is from what it was fitted to."""
+
+    coefficients_ns: tuple[float, float, float]
+    mean_error: float
+    max_error: float
+    times: Mapping[tuple[int, int], Repeated]  # by the two numbers that the rates are for
+
+    def ns(self, first: float, second: float) -> float:
+        """Cost at these numbers."""
+        constant, rate, other = self.coefficients_ns
+        return constant + rate * first + other * second
+
+
+def rate_of(times: Mapping[tuple[int, int], Repeated]) -> Rate:
+    """The constant and the two rates that come closest to the means of some times."""
+    first, second = (np.array(column) for column in zip(*times, strict=True))
+    found = fit([1, first, second], [time.mean_ns for time in times.values()])
+    constant, rate, other = (float(value) for value in found.coefficients)
+    return Rate((constant, rate, other), found.mean_error, found.max_error, times)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 Size = TypeVar("Size")
 
@@ -15,12 +16,15 @@ class Repeated(NamedTuple):
 
     median_ns: float
     spread: float  # between the quartiles, as a share of the median
+    mean_ns: float  # of all but the largest and the smallest sixteenth: what a sum of many such times is made of
 
     @classmethod
-    def of(cls, times_ns: Sequence[float]) -> Repeated:
-        """Median and spread of some repeats."""
+    def of(cls, times_ns: Sequence[float] | NDArray[np.float64]) -> Repeated:
+        """What is kept of some repeats."""
         low, median, high = np.percentile(times_ns, [25, 50, 75])
-        return cls(float(median), float((high - low) / median))
+        left_out = len(times_ns) // 16
+        middle = np.sort(times_ns)[left_out : len(times_ns) - left_out]
+        return cls(float(median), float((high - low) / abs(median)) if median else 0.0, float(middle.mean()))
 
 
 def repeated(time_ns: Callable[[], float], repeats: int) -> Repeated:

@@ -1,0 +1,158 @@
+"""Layers made to be measured: so many hits, copies and CPU experts each, as passes and a policy that plans them so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.contract import Plan, Policy, Step, View, plain_plan
+from tracer.schema import ForwardKind, ModelShape, Pass
+
+Extent = tuple[int, int]  # tokens and committed positions of a pass
+
+
+class Design(NamedTuple):
+    """One kind of layer; a forward has layers of one kind only."""
+
+    num_tokens: int
+    kv_len: int
+    num_hits: int
+    num_transfers: int = 0
+    num_on_cpu: int = 0
+    cpu_load: int = 1  # rows of each CPU expert
+
+    @property
+    def extent(self) -> Extent:
+        """Of its passes."""
+        return self.num_tokens, self.kv_len
+
+    def is_possible(self, top_k: int) -> bool:
+        """Some routing to K experts a token has these loads."""
+        on_gpu, rest = self._on_gpu(top_k)
+        has_load = on_gpu <= rest <= on_gpu * self.num_tokens
+        return has_load and 1 <= self.cpu_load <= self.num_tokens
+
+    def loads(self, top_k: int) -> NDArray[np.int64]:
+        """Rows of each expert: hits, then transfers, which share evenly what the CPU leaves, then those on the CPU."""
+        on_gpu, rest = self._on_gpu(top_k)
+        shared = (rest + np.arange(on_gpu)[::-1]) // max(1, on_gpu)
+        return np.concatenate([shared, np.full(self.num_on_cpu, self.cpu_load)])
+
+    def hit_rows(self, top_k: int) -> int:
+        """Rows of all hits."""
+        return int(self.loads(top_k)[: self.num_hits].sum())
+
+    def last_chunk(self, top_k: int, transfer_chunk: int) -> tuple[int, int]:
+        """Experts and rows of the last chunk of transfers."""
+        size = (self.num_transfers - 1) % transfer_chunk + 1
+        end = self.num_hits + self.num_transfers
+        return size, int(self.loads(top_k)[end - size : end].sum())
+
+    def _on_gpu(self, top_k: int) -> tuple[int, int]:
+        """Experts on the GPU, and their rows."""
+        rows = self.num_tokens * top_k - self.num_on_cpu * self.cpu_load
+        return self.num_hits + self.num_transfers, rows
+
+
+class _State(NamedTuple):
+    nothing: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Designed:
+    """Passes of designed layers, the policy that serves them as designed, and the shape of both."""
+
+    shape: ModelShape
+    designs: Sequence[Design]  # one for each pass
+    passes: Sequence[Pass]
+    policy: Policy
+    slots: int
+
+
+def designed(shape: ModelShape, num_layers: int, num_residents: int, designs: Sequence[Design]) -> Designed:
+    """Passes and plans of some designs, in this order.
+
+    The first `num_residents` experts of each layer stay on the GPU for good. Hits rotate through them, and misses
+    through all others, so that no cache of the host or the GPU holds their weights.
+
+    Args:
+        shape: whose number of experts and K it is.
+        num_layers: of each pass.
+        num_residents: of each layer, at least as many as any design has hits.
+        designs: possible ones, with no more misses than there are experts beside residents.
+    """
+    shape = replace(shape, layer_ids=tuple(range(num_layers)))
+    plans: dict[tuple[int, int], Plan] = {}
+    passes, num_others = [], shape.num_experts - num_residents
+    retained = np.arange(shape.num_experts) < num_residents
+    first_hit = first_miss = 0
+    for number, design in enumerate(designs):
+        num_missed = design.num_transfers + design.num_on_cpu
+        routes = []
+        for layer in range(num_layers):
+            hits = (first_hit + np.arange(design.num_hits)) % num_residents
+            missed = num_residents + (first_miss + np.arange(num_missed)) % num_others
+            first_hit, first_miss = first_hit + design.num_hits, first_miss + num_missed
+            transfers, on_cpu = np.split(missed, [design.num_transfers])
+            plans[number, layer] = plain_plan(transfers, on_cpu, retained)
+            routes.append(_route(np.concatenate([hits, missed]), design, shape.top_k))
+        passes.append(pass_of(number, np.stack(routes), design.kv_len))
+
+    def init(params: Any, shape: ModelShape, slots: int) -> Any:
+        residents = np.tile(retained, (num_layers, 1))
+        return _State(np.zeros(1, np.int64)), residents, np.full(num_layers, num_residents)
+
+    def decide(params: Any, state: Any, step: Step, view: View) -> Plan:
+        return plans[step.forward, step.layer]
+
+    return Designed(shape, designs, passes, Policy("designed", None, init, decide), num_layers * num_residents)
+
+
+def pass_of(number: int, expert_ids: NDArray[np.int64], kv_len: int) -> Pass:
+    """One denoising pass of one request with this routing, [L, T, K]."""
+    num_layers, num_tokens, top_k = expert_ids.shape
+    one, known = np.array([num_tokens]), np.zeros(num_tokens, np.bool_)
+    unknown = np.full((1, num_layers), np.nan, np.float32)
+    return Pass(
+        pass_id=number,
+        requests=np.array([0]),
+        blocks=np.array([0]),
+        iterations=np.array([number]),
+        kinds=np.array([int(ForwardKind.DENOISE)]),
+        num_tokens=one,
+        kv_lens=np.array([kv_len]),
+        num_masked_in=one,
+        num_accepted=np.array([1]),
+        wall_ns=-1,
+        cos_router_input=unknown,
+        cos_layer_output=unknown,
+        positions=np.arange(kv_len, kv_len + num_tokens),
+        token_ids_in=np.zeros(num_tokens, np.int64),
+        is_masked_in=~known,
+        argmax_ids=np.zeros(num_tokens, np.int64),
+        p_argmax=np.full(num_tokens, 0.5),
+        p_current=np.full(num_tokens, np.nan),
+        accepted=known,
+        edited=known,
+        expert_ids=expert_ids,
+        gates=np.full(expert_ids.shape, 1 / top_k),
+    )
+
+
+def grid_passes(shape: ModelShape, num_layers: int, extents: Sequence[Extent]) -> Iterator[Pass]:
+    """A pass of each number of tokens and committed positions, whose routing does not matter."""
+    for number, (num_tokens, kv_len) in enumerate(extents):
+        ids = np.broadcast_to(np.arange(shape.top_k), (num_layers, num_tokens, shape.top_k))
+        yield pass_of(number, ids, kv_len)
+
+
+def _route(experts: NDArray[np.int64], design: Design, top_k: int) -> NDArray[np.int64]:
+    """Ids [T, K] in which each expert has its load, no token an expert twice.
+
+    Rows are dealt out to tokens in turns, and none is turned to twice before all have been: no load exceeds T.
+    """
+    return np.repeat(experts, design.loads(top_k)).reshape(top_k, design.num_tokens).T

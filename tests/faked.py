@@ -1,0 +1,71 @@
+"""A device on which everything takes a time that is known beforehand."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from replay.device import Work
+
+
+class FakeStream:
+    """Work in order; only its time passes."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def busy(self, time_ns: float) -> None:
+        self.now_ns += round(time_ns)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.now_ns = max(self.now_ns, event.time_ns)
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.time_ns = -1
+
+    def record(self, stream: FakeStream) -> None:
+        self.time_ns = stream.now_ns
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        assert self.time_ns >= 0
+
+
+class FakeDevice:
+    """Copies take latency and bytes; what computes says itself how long it takes, by `compute.busy`."""
+
+    def __init__(self, copy_latency_ns: float = 0, copy_bytes_per_s: float = 1e30, where: str = "cpu") -> None:
+        self.torch_device = torch.device(where)
+        self.compute, self.copies = FakeStream(), FakeStream()
+        self._latency_ns, self._bytes_per_s = copy_latency_ns, copy_bytes_per_s
+
+    def event(self) -> FakeEvent:
+        return FakeEvent()
+
+    def reserve(self, count: int) -> None:
+        pass
+
+    def copying(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+        self.copies.busy(self._latency_ns + source.numel() * source.element_size() * 1e9 / self._bytes_per_s)
+
+    def captured(self, work: Work) -> Work:
+        return work
+
+    def ns_between(self, first: FakeEvent, second: FakeEvent) -> int:
+        return second.time_ns - first.time_ns
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
