@@ -20,6 +20,8 @@ from experiments.errors import ConfigError
 from experiments.fidelity_terms import PARTS
 from experiments.figures import style_of
 
+_DPI = 72  # notebooks stay small
+
 
 def plot_forwards(pairs: Sequence[Pair]) -> Figure:
     """Time of every forward of some cells, one panel each: simulated as a line, the repeats of the replay as dots."""
@@ -80,7 +82,7 @@ def plot_parts(terms: pl.DataFrame, parts: Sequence[str] = ("gate", "hits", "cop
 
 def _panels(count: int, ncols: int, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
     nrows = math.ceil(count / ncols)
-    figure = Figure(figsize=(10, height * nrows + 0.8), layout="constrained")
+    figure = Figure(figsize=(10, height * nrows + 0.8), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(nrows, ncols, squeeze=False, **options).flat)
     for axes in panels:

@@ -196,8 +196,8 @@ def by_workloads(runs: list[Ran], measured: Measured) -> Comparison | None:
     for request, name in enumerate(names):
         for one in runs:
             rows = one.forwards.filter(pl.col("requests").list.contains(request))
-            # decisions are those of the whole run, which was held to them already
-            facts = {**one.facts, "trace": f"{one.facts['trace']}:{name}", "trace_hash": name, "decision_hash": None}
+            # the hash of decisions stays that of the whole run: where it is equal, so is every part
+            facts = {**one.facts, "trace": f"{one.facts['trace']}:{name}", "trace_hash": name}
             if rows.height:
                 parts.append(Ran(f"{one.name}:{name}", facts, rows))
     return compare(parts)
