@@ -11,17 +11,18 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from experiments.compare_cells import Cell
 from experiments.compare_judge import MOST_TPOT_MAPE, SCOPE, Comparison
-from experiments.compare_table import describe_pair
+from experiments.compare_table import caption_of
 from experiments.figures import STYLES, Style, style_of
 
 _MARKERS = ("o", "s", "D", "^", "v", "P")  # by how often bytes are copied, from once on
 # Okabe and Ito's, for policies whose own colour another has
 _COLORS = ("#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#D55E00", "#0072B2", "#000000")
-_MOST_NAMED = 60  # rows of the panel of errors that there is room to name
+_MOST_CAPTIONS = 4
+_MOST_NAMED = 80  # rows of the panel of errors that there is room to name
 _BAND = {"color": "0.9", "zorder": 0, "linewidth": 0}
 
 
@@ -41,12 +42,19 @@ def figure_of(comparison: Comparison) -> Figure:
     _draw_scatter(scatter, cells, colors, markers)
     _draw_errors(errors, rows, colors, markers)
     figure.suptitle("Simulated and measured time per output token", x=0.01, ha="left", fontweight="bold")
-    captions = dict.fromkeys(describe_pair(pair) for pair in comparison.pairs)
-    shown = [*list(captions)[:3], f"and {len(captions) - 3} more"] if len(captions) > 4 else list(captions)
-    note = " | ".join([*shown, f"bars: smallest and largest of a replay's repeats; {SCOPE}"])
-    wrapped = textwrap.fill(note, 170, break_on_hyphens=False)
+    wrapped = textwrap.fill(_note(comparison), 170, break_on_hyphens=False)
     figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=7.5, color="0.3")
     return figure
+
+
+def _note(comparison: Comparison) -> str:
+    """What the numbers are of: what all cells have in common, and then what tells their sections apart."""
+    captions = list(dict.fromkeys(tuple(caption_of(pair)) for pair in comparison.pairs))
+    common = [part for part in captions[0] if all(part in caption for caption in captions)]
+    own = ["; ".join(part for part in caption if part not in common) for caption in captions if len(captions) > 1]
+    more = [f"and {len(own) - _MOST_CAPTIONS} more"] if len(own) > _MOST_CAPTIONS else []
+    about = "bars: smallest and largest of a replay's repeats"
+    return " | ".join([*own[:_MOST_CAPTIONS], *more, "; ".join([*common, about, SCOPE])])
 
 
 def _draw_scatter(axes: Axes, cells: Sequence[Cell], colors: dict[str, str], markers: dict[float, str]) -> None:
@@ -62,11 +70,12 @@ def _draw_scatter(axes: Axes, cells: Sequence[Cell], colors: dict[str, str], mar
             xerr=[[cell.measured_ms - cell.measured_low_ms], [cell.measured_high_ms - cell.measured_ms]],
             **_looks(cell, colors, markers),
         )
-    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal", anchor="N")
     axes.set_xlabel("measured TPOT (ms), log scale")
     axes.set_ylabel("simulated TPOT (ms), log scale")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 30 * low else (1, 2, 5), numticks=99))
+        subs = (1, 1.5, 2, 3, 5, 7) if high < 30 * low else (1, 2, 5)
+        axis.set_major_locator(MaxNLocator(5) if high < 2 * low else LogLocator(subs=subs, numticks=99))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_locator(NullLocator())
     axes.grid(color="0.93", linewidth=0.8)
@@ -104,7 +113,7 @@ def _draw_errors(axes: Axes, rows: Sequence[Cell], colors: dict[str, str], marke
     axes.set_yticks(range(len(rows)), _row_names(rows))
     if len(rows) > _MOST_NAMED:
         axes.set_yticks([])
-    axes.tick_params(axis="y", labelsize=8, length=0)
+    axes.tick_params(axis="y", labelsize=8 if len(rows) <= 40 else 6, length=0)
     reach = max(limit * 1.4, *(abs(bound) for bound in axes.get_xlim()))
     axes.set_xlim(-reach, reach)
     axes.set_xlabel("error of TPOT, simulated over measured less 1 (%)")

@@ -68,10 +68,15 @@ def as_markdown(comparison: Comparison) -> str:
 
 def describe_pair(pair: Pair) -> str:
     """What a cell's numbers come from: trace, profile, sizes, and the machine that measured."""
+    return "; ".join(caption_of(pair))
+
+
+def caption_of(pair: Pair) -> list[str]:
+    """The same in parts."""
     facts = pair.facts
     ran_on = facts["machine"] or "a machine it does not name"
     known = describe(facts, across="hardware.h2d_bytes_per_s")  # a slower link stands in the rows
-    return "; ".join([*known, f"costs {facts['provenance']}", f"replayed on {ran_on}", *_conditions(facts)])
+    return [*known, f"costs {facts['provenance']}", f"replayed on {ran_on}", *_conditions(facts)]
 
 
 def _sections(comparison: Comparison) -> Iterable[tuple[str, list[Cell]]]:
