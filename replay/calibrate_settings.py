@@ -22,7 +22,7 @@ class Settings:
     num_layers: int = 4  # of a designed forward: more weights than caches hold
     kernel_experts: tuple[int, ...] = (8, 16, 32, 48, 64)
     transfers: tuple[int, ...] = (5, 6, 7, 8, 16, 24)  # more than a chunk, with last chunks of every size
-    cpu_experts: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    cpu_experts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 48)
     cpu_loads: tuple[int, ...] = (1, 2, 4, 8)
     block: int = 16  # tokens of a forward, where only one number is measured
     policy_slots: tuple[int, ...] = (40, 100)  # of a layer, with which policies are run
