@@ -61,11 +61,11 @@ def first_difference(a: Ran, b: Ran) -> str | None:
     layers_a, layers_b = (read_layers(run.directory, 0, stop) for run in (a, b) if run.directory)
     for row in range(min(len(layers_a), len(layers_b))):
         for name in _DECIDED:
-            found = layers_a.lists[name][row], layers_b.lists[name][row]
-            if name in ("transfers",):  # their order is no decision
-                found = tuple(np.sort(ids) for ids in found)
-            if not np.array_equal(*found):
-                return f"{_place(layers_a, row)}: {name} {_shown(found[0])} simulated, {_shown(found[1])} replayed"
+            ids_a, ids_b = layers_a.lists[name][row], layers_b.lists[name][row]
+            if name == "transfers":  # their order is no decision
+                ids_a, ids_b = np.sort(ids_a), np.sort(ids_b)
+            if not np.array_equal(ids_a, ids_b):
+                return f"{_place(layers_a, row)}: {name} {_shown(ids_a)} simulated, {_shown(ids_b)} replayed"
     return None
 
 

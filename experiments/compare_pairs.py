@@ -16,6 +16,7 @@ _SAME = (
     *("policy", "variant", "trace_hash", "warmup", "calibration", "seed", "staging_slots"),
     *("charged_hidden", "charged_expert_intermediate", "expert_bytes", "machine_digest"),
 )
+_Key = tuple[Hashable, ...]
 # What a reader is told of a difference in them
 _WORDS = {
     "trace_hash": "trace",
@@ -39,7 +40,7 @@ class Pair:
     section: tuple[str, ...]
 
     @property
-    def group(self) -> tuple[Hashable, ...]:
+    def group(self) -> _Key:
         """The same for cells whose policies are to be ranked, but for the slots; faster links come first."""
         return *self.section, -self.simulated.bytes_per_s
 
@@ -100,21 +101,21 @@ def pairs_of(runs: Iterable[Ran]) -> tuple[list[Pair], list[Unpaired]]:
     return sorted(pairs, key=place), unpaired
 
 
-def _key(run: Ran) -> tuple[Hashable, ...]:
+def _key(run: Ran) -> _Key:
     slots = run.facts["slots_per_layer"] if run.facts["sized"] else None
     return *(run.facts[key] for key in _SAME), run.bytes_per_s, slots
 
 
-def _by_key(runs: Iterable[Ran]) -> dict[tuple[Hashable, ...], list[Ran]]:
-    found: dict[tuple[Hashable, ...], list[Ran]] = {}
+def _by_key(runs: Iterable[Ran]) -> dict[_Key, list[Ran]]:
+    found: dict[_Key, list[Ran]] = {}
     for run in runs:
         found.setdefault(_key(run), []).append(run)
     return found
 
 
-def _replays(runs: Iterable[Ran]) -> dict[tuple[Hashable, ...], list[Ran]]:
+def _replays(runs: Iterable[Ran]) -> dict[tuple[_Key, _Key], list[Ran]]:
     """By the key of their simulated run and the conditions that they were made under."""
-    found: dict[tuple[Hashable, ...], list[Ran]] = {}
+    found: dict[tuple[_Key, _Key], list[Ran]] = {}
     for run in runs:
         if run.is_replay:
             conditions = (run.factor, *(run.facts[key] for key in CONDITIONS))

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -23,7 +24,7 @@ _MARKERS = ("o", "s", "D", "^", "v", "P")  # by how often bytes are copied, from
 _COLORS = ("#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#D55E00", "#0072B2", "#000000")
 _MOST_CAPTIONS = 4
 _MOST_NAMED = 80  # rows of the panel of errors that there is room to name
-_BAND = {"color": "0.9", "zorder": 0, "linewidth": 0}
+_BAND: dict[str, Any] = {"color": "0.9", "zorder": 0, "linewidth": 0}
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
@@ -82,7 +83,7 @@ def _draw_scatter(axes: Axes, cells: Sequence[Cell], colors: dict[str, str], mar
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     handles = [Line2D([], [], color=colors[name], marker="o", linestyle="", label=name) for name in colors]
-    grey = {"color": "0.35", "linestyle": ""}
+    grey: dict[str, Any] = {"color": "0.35", "linestyle": ""}
     handles += [Line2D([], [], marker=markers[x], label=f"copied x{x:g}", **grey) for x in markers]
     if any(cell.is_fitted for cell in cells):
         handles.append(Line2D([], [], marker="o", fillstyle="none", label="fitted, not judged", **grey))
@@ -132,7 +133,7 @@ def _row_names(rows: Sequence[Cell]) -> list[str]:
     return [name.replace("/", "  ") for name in names]
 
 
-def _looks(cell: Cell, colors: dict[str, str], markers: dict[float, str]) -> dict[str, object]:
+def _looks(cell: Cell, colors: dict[str, str], markers: dict[float, str]) -> dict[str, Any]:
     color = colors[cell.policy]
     return {
         "color": color,

@@ -70,7 +70,7 @@ def _forwards(run: Ran, first: int, stop: int) -> list[_Forward]:
         raise ConfigError(
             f"{run.directory}: {DECISIONS} holds {len(layers)} of forwards {first} to {stop - 1}, must hold all of them"
         )
-    return [_Forward(*ends, own) for ends, own in zip(times.iter_rows(), layers, strict=True)]
+    return [_Forward(*of_forward) for of_forward in zip(times["start_ns"], times["end_ns"], layers, strict=True)]
 
 
 def _window(pair: Pair, window: Window) -> tuple[int, int]:
@@ -160,5 +160,5 @@ def _copies(row: Execution) -> Iterator[Slice]:
 def _cpu_slices(row: Execution) -> Iterator[Slice]:
     """The batch of experts on the CPU, the return of its results included."""
     if row.on_cpu:
-        about = {"layer": row.layer, "experts": len(row.on_cpu), "tokens": sum(row.cpu_loads)}
+        about: dict[str, int | str] = {"layer": row.layer, "experts": len(row.on_cpu), "tokens": sum(row.cpu_loads)}
         yield Slice(row.plan_ns, row.cpu_end_ns, "batch and return", about)
