@@ -71,6 +71,8 @@ def _done(options: argparse.Namespace, started: float) -> str:
         raise ConfigError(f"--warmup-requests {options.warmup_requests}: must be at least 0")
     if options.shape != TINY and options.shape not in names("shape"):
         raise ConfigError(f"--shape {options.shape}: not known; {choices(options.shape, [*names('shape'), TINY])}")
+    if options.shape == TINY and options.profile is None:
+        raise ConfigError(f"--shape {TINY}: needs --profile, only true sizes are calibrated")
     from experiments.fidelity_run import run  # torch, which judging does without
 
     return run(options, started)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 
 from experiments.calibration import context_of
 from experiments.errors import ConfigError
-from experiments.fidelity_grid import TINY, Cell, FirstForwards, cells_of, shape_of, slowed
+from experiments.fidelity_grid import Cell, FirstForwards, cells_of, shape_of, slowed
 from experiments.fidelity_log import write_log
 from experiments.identity import sources
 from experiments.policy import built
@@ -39,9 +40,10 @@ from tracer.schema import ModelShape, Pass
 from tracer.shipped import find_trace
 
 PROFILE, MANIFEST, CELLS = "measured.yaml", "manifest.json", "cells"  # a profile is called as its file is
-CALIBRATION_S = 150  # it is stopped then
+CALIBRATION_S = 180  # it is stopped then
+SHIPPED = "h200"  # profile where it fails
 _WARM_FORWARDS = 3  # of every policy before anything counts: what is compiled or read at first use is then
-_CLOSING_S = 5
+_CLOSING_S = 15
 _LIBRARIES = ("oledsim", "numpy", "numba", "pyarrow", "torch", "triton")
 
 
@@ -226,17 +228,20 @@ def _profile(session: Session, options: Namespace, device: str) -> HardwareProfi
         session.note(calibrated=False)
         return load_profile(path)
     names = [part for name in options.policies for part in ("--policy", name)]
-    shapes = [] if options.shape == TINY else ["--shape", options.shape]
-    quick = ["--quick"] if options.shape == TINY else []
-    command = [sys.executable, "-m", "experiments.calibrate", str(path), "--device", device, *shapes, *names, *quick]
-    session.say(" ".join(command[1:]))
+    command = ["experiments.calibrate", str(path), "--device", device, "--shape", options.shape, *names]
+    session.say(" ".join(command))
     try:
-        done = subprocess.run(command, timeout=min(CALIBRATION_S, session.seconds_left), check=False)
+        seconds = min(CALIBRATION_S, session.seconds_left)
+        done = subprocess.run([sys.executable, "-m", *command], timeout=seconds, check=False)
+        failure = f"ended with {done.returncode}" if done.returncode else ""
     except subprocess.TimeoutExpired:
-        raise ProfileError(f"oled-calibrate took more than {CALIBRATION_S} s") from None
-    if done.returncode != 0:
-        raise ProfileError(f"oled-calibrate ended with {done.returncode}")
-    session.note(calibrated=True)
+        failure = f"took more than {seconds:.0f} s"
+    session.note(calibrated=not failure, calibration_failure=failure)
+    if failure:  # what replays take is worth knowing all the same
+        session.say(
+            f"oled-calibrate {failure}: policies believe the shipped profile {SHIPPED}, and nothing can be judged"
+        )
+        path.write_text((files("conf") / "hardware" / f"{SHIPPED}.yaml").read_text(encoding="utf-8"), encoding="utf-8")
     return load_profile(path)
 
 

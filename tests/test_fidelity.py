@@ -174,7 +174,7 @@ def test_cells_take_turns_and_stop_in_time(trace, tmp_path, obedient, monkeypatc
         shape="tiny",
         device="cpu",
         profile=PROFILE,
-        seconds=61.0,
+        seconds=71.0,
     )
     fidelity_run.run(options, 0.0)
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
@@ -214,6 +214,31 @@ def test_a_cell_that_fails_is_named_and_the_others_run(trace, tmp_path, obedient
     assert manifest["errors"] == [error]
     assert len(manifest["runs"]) == 1
     assert "oled-12-x1 repeat 0 failed: CUDA error: out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("returncode", [0, 3])
+def test_a_run_begins_with_a_calibration(returncode, trace, tmp_path, obedient, monkeypatch, capsys) -> None:
+    commands = []
+
+    def calibrate(command, **_):
+        commands.append(command[1:])
+        if not returncode:
+            text = Path(PROFILE).read_text().replace("name: h200", "name: measured")
+            Path(command[3]).write_text(text)
+        return SimpleNamespace(returncode=returncode)
+
+    monkeypatch.setattr(fidelity_run, "subprocess", SimpleNamespace(run=calibrate, TimeoutExpired=TimeoutError))
+    command = ["run", str(tmp_path / "run"), "--seconds", "1000", "--trace", str(trace), "--device", "cpu"]
+    main([*command, "--policies", "lru", "--slots", "12", "--repeats", "1", "--per-request", "2"])
+    path = str(tmp_path / "run/measured.yaml")
+    shape = ["--device", "cpu", "--shape", "llada2.0-mini"]
+    assert commands == [["-m", "experiments.calibrate", path, *shape, "--policy", "lru"]]
+    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
+    assert manifest["calibrated"] == (not returncode)
+    assert len(manifest["runs"]) == 2
+    said = "oled-calibrate ended with 3: policies believe the shipped profile h200, and nothing can be judged"
+    assert (said in capsys.readouterr().out) == bool(returncode)
+    assert load_profile(path).name == ("h200" if returncode else "measured")
 
 
 def test_the_executor_runs_every_cell_here(trace, tmp_path, capsys) -> None:
@@ -317,6 +342,7 @@ def test_packs_hold_everything_within_their_size(tmp_path) -> None:
         (["--factors", "0"], "--factors 0: must be different whole numbers"),
         (["--per-request", "0"], "--per-request 0: must be at least 1"),
         (["--shape", "llada"], "--shape llada: not known"),
+        (["--shape", "llada2.0-min"], "--shape llada2.0-min: not known; did you mean llada2.0-mini"),
         (["--trace", "nope"], "trace 'nope': no such directory"),
     ],
 )
