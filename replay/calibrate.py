@@ -146,7 +146,8 @@ def _at_shape(
         f"{costs.slowdowns.cpu:.2f} times as long"
     )
     say(
-        f"{name} layers of {len(costs.errors)} kinds by these costs: off by {costs.mean_error:.1%} on average, {costs.max_error:.1%} at most"
+        f"{name} {len(costs.errors)} designs of layers by these costs: off by {costs.mean_error:.1%} on average, "
+        f"{costs.max_error:.1%} at most"
     )
     return ShapeMeasured(shape, cpu, layers)
 

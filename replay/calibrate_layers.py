@@ -81,7 +81,7 @@ def measure_layers(
     machine = Machine(layout, open_device(device), arena, passes)
     try:
         layer = measure_layer(machine, len(designs), extents, settings.repeats, settings.count)
-        say(f"{len(designs)} kinds of layers in the executor")
+        say(f"{len(designs)} designs of layers in the executor")
         repeats = {1: settings.run_repeats, 2: max(1, settings.run_repeats // 4)}
         runs = {factor: _runs(machine, made, factor, repeats[factor]) for factor in _FACTORS}
     finally:

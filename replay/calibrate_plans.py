@@ -30,6 +30,13 @@ class Design(NamedTuple):
         """Of its passes."""
         return self.num_tokens, self.kv_len
 
+    @property
+    def kind(self) -> str:
+        """In words."""
+        if self.num_on_cpu:
+            return "with copies and CPU experts" if self.num_transfers else "with CPU experts"
+        return "with copies" if self.num_transfers else "with hits alone"
+
     def is_possible(self, top_k: int) -> bool:
         """Some routing to K experts a token has these loads."""
         on_gpu, rest = self._on_gpu(top_k)

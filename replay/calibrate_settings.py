@@ -32,7 +32,7 @@ class Settings:
 
 QUICK = Settings(
     repeats=2,
-    run_repeats=2,
+    run_repeats=1,
     count=2,
     pool_bytes=64 * MIB,
     copy_bytes=(MIB // 4, 2 * MIB, 16 * MIB),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from policies.profile import NON_EXPERT_BYTES, HardwareProfile, Roofline, ShapeCosts, layer_weights
 from replay.calibrate import Measured, ShapeMeasured, in_us
+from replay.calibrate_costs import LayerCosts
 from replay.calibrate_layers import TRANSFER_CHUNK
 from replay.calibrate_link import MIB
 from replay.repeats import Repeated
@@ -150,8 +151,17 @@ def _shape_notes(found: ShapeMeasured, read_bytes_per_s: float) -> list[str]:
         "are the next layer's later launch.",
         f"Tail {in_us(costs.tail)}. While both run copies take {costs.slowdowns.h2d:.2f} and CPU batches "
         f"{costs.slowdowns.cpu:.2f} times as long.",
-        f"Layers of {len(costs.errors)} kinds by these costs: off by {costs.mean_error:.1%} on average, {costs.max_error:.1%} at most.",
+        f"{len(costs.errors)} designs of layers by these costs: off by {costs.mean_error:.1%} on average, {costs.max_error:.1%} "
+        "at most. Mean error:",
+        "  " + ", ".join(f"{kind} {_mean(errors):+.1%}" for kind, errors in _by_kind(costs).items()),
     ]
+
+
+def _by_kind(costs: LayerCosts) -> dict[str, list[float]]:
+    errors: dict[str, list[float]] = {}
+    for design, error in sorted(costs.errors.items()):
+        errors.setdefault(design.kind, []).append(error)
+    return errors
 
 
 def _table(times: Mapping[str, Repeated]) -> list[str]:
