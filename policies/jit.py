@@ -17,7 +17,7 @@ from numba.core.caching import FunctionCache
 Function = TypeVar("Function")
 
 # compiled code holds values of the schema's enums as constants
-_SOURCES = ("policies/**/*.py", "simulator/**/*.py", "replay/cpu_*.py", "replay/arrange.py", "tracer/schema.py")
+_SOURCES = ("policies/**/*.py", "simulator/**/*.py", "replay/cpu_*.py", "replay/arrange.py", "replay/core_*.py", "tracer/schema.py")
 
 # what reading a damaged pickle can raise
 _DAMAGE = (

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from queue import SimpleQueue
-from threading import Event as Flag
-from threading import Thread
-from time import perf_counter_ns
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from replay.core_state import Core, Handles
 
 Work = Callable[[], None]
 
@@ -42,18 +42,60 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """What the executor asks of a device."""
+    """What the executor and calibration ask of a device.
+
+    A run names work and events by numbers, in commands that are carried out many at a time. Calibration puts single
+    things on the streams.
+    """
 
     torch_device: torch.device
     compute: Stream
     copies: Stream
+    num_events: int  # with numbers
 
-    def event(self) -> Event:
-        """An event that was not recorded yet."""
+    # By numbers
+
+    def add(self, work: Work, *, is_warm: bool = False) -> int:
+        """Number of some work, which always uses the same memory and is launched in one call.
+
+        Args:
+            work: to be done.
+            is_warm: its like was added before, so that all is compiled and chosen.
+        """
+        ...
+
+    def launch(self, work: int) -> None:
+        """Put work on the stream that computes."""
         ...
 
     def reserve(self, count: int) -> None:
-        """Have so many events ready."""
+        """Have so many events with numbers; handles may be others afterwards."""
+        ...
+
+    def handles(self) -> Handles:
+        """What compiled code needs of it, until work or events are added."""
+        ...
+
+    def forget(self) -> None:
+        """Let no event have come; all that was put on the streams has been done."""
+        ...
+
+    def carry_out(self, core: Core, commands: NDArray[np.int64], first: int, last: int) -> None:
+        """Put some of a run's commands on the streams."""
+        ...
+
+    def wait(self, core: Core, event: int) -> None:
+        """Wait for an event, and poll meanwhile where the run needs it."""
+        ...
+
+    def times_ns(self, count: int) -> NDArray[np.int64]:
+        """When the first events came, ns since the very first; all must have come."""
+        ...
+
+    # One by one
+
+    def event(self) -> Event:
+        """An event that was not recorded yet."""
         ...
 
     def copying(self) -> AbstractContextManager[object]:
@@ -62,10 +104,6 @@ class Device(Protocol):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Put a copy from host memory on the stream of copies."""
-        ...
-
-    def captured(self, work: Work) -> Work:
-        """The same work, which always uses the same memory, launched in one call."""
         ...
 
     def ns_between(self, first: Event, second: Event) -> int:
@@ -95,145 +133,8 @@ def without_collection() -> Iterator[None]:
 
 def open_device(name: str) -> Device:
     """The device of this name: `cpu`, `cuda` or `cuda:N`."""
+    from replay.device_cuda import open_cuda  # these two need what stands above
+    from replay.device_host import open_host
+
     device = torch.device(name)
-    return _Cuda(device) if device.type == "cuda" else _Host()
-
-
-class _Cuda:
-    """A GPU: torch's own streams and events, and CUDA graphs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.torch_device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(self.torch_device)
-        self.copies = torch.cuda.Stream(self.torch_device)
-        self.compute = torch.cuda.Stream(self.torch_device)
-        torch.cuda.set_stream(self.compute)
-        self._pool = torch.cuda.graph_pool_handle()  # graphs run one after the other, so they share their memory
-        self._ready: list[torch.cuda.Event] = []
-
-    def event(self) -> torch.cuda.Event:
-        return self._ready.pop() if self._ready else torch.cuda.Event(enable_timing=True)
-
-    def reserve(self, count: int) -> None:
-        while len(self._ready) < count:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(self.compute)  # the driver makes it now
-            self._ready.append(event)
-
-    def copying(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self.copies)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-
-    def captured(self, work: Work) -> Work:
-        for _ in range(2):  # what is compiled or chosen at first use is not captured
-            work()
-        self.compute.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with without_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self.compute):
-            work()  # an older graph that is found to be garbage meanwhile would spoil it
-        kept = graph, work  # a graph does not keep the tensors that it reads
-        return lambda: kept[0].replay()
-
-    def ns_between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> int:
-        return round(first.elapsed_time(second) * 1e6)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
-
-    def close(self) -> None:
-        self.synchronize()
-        torch.cuda.set_stream(torch.cuda.default_stream(self.torch_device))
-
-
-class _HostEvent:
-    """An event of a thread, with the time by the clock of the host."""
-
-    def __init__(self) -> None:
-        self.time_ns = -1
-        self._flag = Flag()
-
-    def record(self, stream: _Inline | _Thread) -> None:
-        stream.put(self._stamp)
-
-    def query(self) -> bool:
-        return self._flag.is_set()
-
-    def synchronize(self) -> None:
-        self._flag.wait()
-
-    def _stamp(self) -> None:
-        self.time_ns = perf_counter_ns()
-        self._flag.set()
-
-
-class _Inline:
-    """Work of the calling thread: done when it is put."""
-
-    def put(self, work: Work) -> None:
-        work()
-
-    def wait_event(self, event: _HostEvent) -> None:
-        event.synchronize()
-
-
-class _Thread:
-    """Work of a thread of its own, in order."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Work | None] = SimpleQueue()
-        self._thread = Thread(target=self._work, name="copies", daemon=True)
-        self._thread.start()
-
-    def put(self, work: Work | None) -> None:
-        self._queue.put(work)
-
-    def wait_event(self, event: _HostEvent) -> None:
-        self._queue.put(event.synchronize)
-
-    def join(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()
-
-
-class _Host:
-    """A machine without a GPU: this thread computes, another copies from memory to memory."""
-
-    def __init__(self) -> None:
-        self.torch_device = torch.device("cpu")
-        self.compute, self.copies = _Inline(), _Thread()
-
-    def event(self) -> _HostEvent:
-        return _HostEvent()
-
-    def reserve(self, count: int) -> None:
-        pass
-
-    def copying(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        self.copies.put(lambda: _copied(target, source))
-
-    def captured(self, work: Work) -> Work:
-        return work
-
-    def ns_between(self, first: _HostEvent, second: _HostEvent) -> int:
-        return second.time_ns - first.time_ns
-
-    def synchronize(self) -> None:
-        event = self.event()
-        event.record(self.copies)
-        event.synchronize()
-
-    def close(self) -> None:
-        self.copies.join()
-
-
-def _copied(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
+    return open_cuda(device) if device.type == "cuda" else open_host()

@@ -53,6 +53,10 @@ class ExpertKernels(Protocol):
         """Bring the index to the device."""
         ...
 
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole words between memory of the device and of the host, pinned where there is a GPU."""
+        ...
+
     def run(self, group: int, most: int) -> None:
         """Compute the experts of a group, `most` or fewer, into their places in `rows`."""
         ...
@@ -82,6 +86,9 @@ class _PlainKernels:
 
     def fetch(self) -> None:
         pass
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
 
     def run(self, group: int, most: int) -> None:
         slots, x, rows = self._buffers.slots, self._buffers.x, self._buffers.rows
@@ -133,9 +140,12 @@ class _TritonKernels:
         }
 
     def fetch(self) -> None:
-        size = self._index.host.numel()
-        blocks = -(-size // _WORDS)
-        self._kernels.fetch_kernel[(blocks,)](self._index.host, self._index.device, size, block=_WORDS)
+        self.move(self._index.host, self._index.device)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        words, into = (tensor.reshape(-1).view(torch.int32) for tensor in (source, target))
+        blocks = -(-len(words) // _WORDS)
+        self._kernels.move_kernel[(blocks,)](words, into, len(words), block=_WORDS)
 
     def run(self, group: int, most: int) -> None:
         buffers, layout, index = self._buffers, self._layout, self._index.device

@@ -10,10 +10,10 @@ import triton.language as tl
 
 
 @triton.jit
-def fetch_kernel(host, device, size, block: tl.constexpr):
-    """Copy int32 from host memory, read over the link by the kernel itself, so that it waits for no copy in progress."""
+def move_kernel(source, target, size, block: tl.constexpr):
+    """Copy int32 between host and GPU: the kernel itself uses the link, so that it waits for no copy in progress."""
     at = tl.program_id(0) * block + tl.arange(0, block)
-    tl.store(device + at, tl.load(host + at, mask=at < size, volatile=True), mask=at < size)
+    tl.store(target + at, tl.load(source + at, mask=at < size, volatile=True), mask=at < size)
 
 
 @triton.jit(do_not_specialize=["group"])

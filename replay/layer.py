@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from policies.profile import ProfileError
-from replay.device import Device, Work
+from replay.device import Work
 from replay.expert_kernel import Buffers
 from tracer.llada2 import Attention, KVCache, Layer, RmsNorm, rotary_angles, rotate
 from tracer.llada2_config import LLaDA2Config
@@ -152,7 +152,7 @@ class Attend:
 
 
 class Model:
-    """All layers' work beside routed experts, with weights drawn at random, ready to be launched for some extents.
+    """All layers' work beside routed experts, with weights drawn at random, for some extents.
 
     Args:
         shape: all sizes known.
@@ -160,7 +160,7 @@ class Model:
         extents: that will be asked for.
         buffers: between which a layer works; `out` is the stream that it starts from.
         token_ids: [T] input tokens of the pass, on the device.
-        device: where it runs.
+        where: it runs.
     """
 
     def __init__(
@@ -170,10 +170,9 @@ class Model:
         extents: set[Extent],
         buffers: Buffers,
         token_ids: Tensor,
-        device: Device,
+        where: torch.device,
     ) -> None:
         config = config_of(shape)
-        where = device.torch_device
         with torch.device("meta"):
             layers, tail = nn.ModuleList(LayerModules(config) for _ in range(num_layers)), TailModules(config)
         self._layers, self._tail = drawn(layers, where), drawn(tail, where)
@@ -183,22 +182,9 @@ class Model:
         self._storage = torch.zeros(size, dtype=torch.bfloat16, device=where).normal_()
         self._config, self._buffers, self._token_ids = config, buffers, token_ids
         self.chosen = torch.zeros(len(token_ids), dtype=torch.int64, device=where)  # token at each position
-        self._runs = {
-            (extent, layer): device.captured(self._layer_of(extent, layer))
-            for extent in sorted(extents)
-            for layer in range(num_layers)
-        }
-        self._tails = {extent: device.captured(self._tail_of(extent)) for extent in sorted(extents)}
 
-    def run_layer(self, extent: Extent, layer: int) -> None:
-        """Launch attention, gate and shared expert of a layer: from `out` to `stream`, `x` and `shared`."""
-        self._runs[extent, layer]()
-
-    def run_tail(self, extent: Extent) -> None:
-        """Launch the head on `out`, and what the next forward begins with: embedding and dense layers, into `out`."""
-        self._tails[extent]()
-
-    def _layer_of(self, extent: Extent, layer: int) -> Work:
+    def layer(self, extent: Extent, layer: int) -> Work:
+        """Attention, gate and shared expert of a layer: from `out` to `stream`, `x` and `shared`."""
         modules, buffers = self._layers[layer], self._buffers
         attend = Attend(self._config, extent, self._storage[layer])
         count = extent.total
@@ -212,7 +198,8 @@ class Model:
 
         return run
 
-    def _tail_of(self, extent: Extent) -> Work:
+    def tail(self, extent: Extent) -> Work:
+        """The head on `out`, and what the next forward begins with: embedding and dense layers, into `out`."""
         tail, out, count = self._tail, self._buffers.out, extent.total
         attend = Attend(self._config, extent, self._storage[-1])
 

@@ -15,8 +15,8 @@ from policies.profile import ProfileError
 from replay.arena import MIB, Arena
 from replay.arrange import Index
 from replay.cpu_experts import Batch, BatchTimes, CpuExperts
-from replay.device import Device, Event, Work
-from replay.expert_kernel import expert_kernels, make_buffers
+from replay.device import Device, Work
+from replay.expert_kernel import ExpertKernels, expert_kernels, make_buffers
 from replay.layer import Extent, Model
 from tracer.schema import ModelShape, Pass
 
@@ -54,10 +54,18 @@ class Layout:
         return self.num_slots * self.most_h2d_bytes_factor * 2 * self.expert_numel
 
 
+class Works(NamedTuple):
+    """Numbers of what a machine's device can be told to do."""
+
+    groups: NDArray[np.int64]  # kernel over group 0, with its fetch; over groups 1, 2, ...; last the fetch alone
+    combine: dict[int, int]  # by tokens: sum over experts
+    layer: dict[tuple[Extent, int], int]  # what precedes a layer's experts, and sends the gate's ids to the host
+    tail: dict[Extent, int]  # what follows the last layer, and sends the chosen tokens to the host
+
+
 class _Views(NamedTuple):
     """The parts of static memory that a layer of so many tokens uses."""
 
-    ids: Tensor
     gates: Tensor
     x: Tensor
     host_ids: Tensor
@@ -73,108 +81,94 @@ class Machine:
         device: streams and events.
         arena: experts in host memory, with `most_h2d_bytes_factor - 1` experts of padding.
         passes: that will be run; a run names them by their place here.
+        progress: told of each layer of each extent that is ready, of `num_steps(passes)`.
 
     Raises:
         ProfileError: the device has too little memory, or the shape does not say what a layer is.
     """
 
-    def __init__(self, layout: Layout, device: Device, arena: Arena, passes: Sequence[Pass]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        device: Device,
+        arena: Arena,
+        passes: Sequence[Pass],
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
         self.layout, self.device, self.arena = layout, device, arena
         self.extents = [Extent.of(pass_) for pass_ in passes]
         shape, where = layout.shape, device.torch_device
         num_tokens, top_k = max(extent.total for extent in self.extents), layout.top_k
         _require_room(layout, where)
-        slot_numel = layout.most_h2d_bytes_factor * layout.expert_numel
-        slots = torch.zeros(layout.num_slots, slot_numel, dtype=torch.bfloat16, device=where)
+        self._slot_numel = layout.most_h2d_bytes_factor * layout.expert_numel
+        slots = torch.zeros(layout.num_slots, self._slot_numel, dtype=torch.bfloat16, device=where)
         self.buffers = make_buffers(slots, num_tokens, top_k, shape.hidden)
-        self.set_factor(1)
-        num_groups = 1 + -(-layout.num_experts // layout.transfer_chunk)
-        self.index = Index(num_groups, layout.num_experts, num_tokens * top_k, where)
+        self.num_groups = 1 + -(-layout.num_experts // layout.transfer_chunk)
+        self.index = Index(self.num_groups, layout.num_experts, num_tokens * top_k, where)
         kernels = expert_kernels(self.buffers, self.index, shape.hidden, shape.expert_intermediate)
-        chunk, captured = layout.transfer_chunk, device.captured
-
-        def hits() -> None:
-            kernels.fetch()
-            kernels.run(0, layout.num_experts)
-
-        self._fetch = captured(kernels.fetch)
-        self._groups: list[Work] = [captured(hits)]
-        for group in range(1, num_groups):
-            self._groups.append(captured(lambda group=group: kernels.run(group, chunk)))
-        totals = sorted({extent.total for extent in self.extents})
-        self._combine = {count: captured(lambda count=count: kernels.combine(count)) for count in totals}
-        token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=where)
-        self.model = Model(shape, layout.num_layers, set(self.extents), self.buffers, token_ids, device)
+        self._token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=where)
+        self._model = Model(shape, layout.num_layers, set(self.extents), self.buffers, self._token_ids, where)
         self._ids, self._gates = self._upload(passes)
-        self._views = self._make_views(num_tokens, totals)
+        self._ids_now, self._gates_now = (
+            torch.zeros(layout.num_layers * num_tokens * top_k, dtype=kind, device=where)
+            for kind in (torch.int32, torch.float32)
+        )
+        self._chosen = torch.zeros(num_tokens, dtype=torch.int64, pin_memory=where.type == "cuda")
+        self._views = self._make_views(num_tokens)
+        self.works = self._make_works(kernels, progress)
         self.cpu = CpuExperts(
             shape.hidden, shape.expert_intermediate, num_workers=layout.cpu_workers, kernel=layout.cpu_kernel
         )
-        self._chosen = torch.zeros(num_tokens, dtype=torch.int64, pin_memory=where.type == "cuda")
+        self._warm_cpu()
+        self.set_factor(1)
 
     def set_factor(self, factor: int) -> None:
         """Let copies of later runs read and write so many times an expert's size, as over a slower link."""
         if factor not in FACTORS or factor > self.layout.most_h2d_bytes_factor:
             allowed = [str(each) for each in FACTORS if each <= self.layout.most_h2d_bytes_factor]
             raise ProfileError(f"h2d_bytes_factor is {factor}, this machine allows {', '.join(allowed)}")
-        self.targets = list(self.buffers.slots[:, : factor * self.layout.expert_numel].unbind())
-        self.sources = self.arena.sources(factor)
+        self.copy_bytes = factor * 2 * self.layout.expert_numel
 
     def close(self) -> None:
         """End the threads beside this one."""
         self.cpu.close()
         self.device.close()
 
-    # One layer, in the order of its calls; all but the last return before the device has done it
+    # Addresses, for copies
 
-    def start_layer(self, number: int, layer: int) -> Event:
-        """Launch what precedes the experts; when the event has come, the gate's ids are on the host."""
-        extent = self.extents[number]
-        views = self._views[extent.total]
-        views.ids.copy_(self._ids[number][layer], non_blocking=True)
-        views.gates.copy_(self._gates[number][layer], non_blocking=True)
-        self.model.run_layer(extent, layer)
-        return self.read_gate(extent.total)
+    def targets(self) -> NDArray[np.int64]:
+        """Of each slot, [S]."""
+        return self.buffers.slots.data_ptr() + np.arange(self.layout.num_slots) * 2 * self._slot_numel
 
-    def read_gate(self, num_tokens: int) -> Event:
-        """Bring the gate's ids, and what the CPU computes with, to the host."""
-        views = self._views[num_tokens]
-        views.host_ids.copy_(views.ids, non_blocking=True)
-        views.host_x.copy_(views.x, non_blocking=True)
-        event = self.device.event()
-        event.record(self.device.compute)
-        return event
+    def sources(self) -> NDArray[np.int64]:
+        """Of each expert in host memory, [L, E]."""
+        return np.array([[expert.data_ptr() for expert in layer] for layer in self.arena.experts])
 
-    def write_index(
-        self,
-        num_tokens: int,
-        experts: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        slots: NDArray[np.int32],
-        on_cpu: NDArray[np.int64],
-    ) -> int:
-        """Tell kernels and CPU who computes what, by the ids that the gate gave; returns rows of the CPU's batch."""
-        return self.index.write(self._views[num_tokens].host_array, experts, ends, slots, on_cpu)
+    def routing(self, number: int) -> list[tuple[int, int, int]]:
+        """What brings a pass's routing to where its layers read it: address to write, address to read, bytes."""
+        pairs = ((self._ids_now, self._ids[number]), (self._gates_now, self._gates[number]))
+        return [(now.data_ptr(), one.data_ptr(), one.numel() * one.element_size()) for now, one in pairs]
 
-    def name_slots(self, first: int, slots: list[int]) -> None:
-        """Name the slots of jobs from `first` on, which `write_index` had not known; `fetch` brings them along."""
-        at = self.index.slot + first
-        self.index.array[at : at + len(slots)] = slots
+    # One by one, for calibration
 
-    def run_hits(self) -> None:
-        """Launch the kernel over group 0, which fetches what `write_index` wrote."""
-        self._groups[0]()
+    def start_layer(self, number: int, layer: int) -> None:
+        """Launch what precedes the experts of a pass's layer."""
+        self.device.launch(self.works.layer[self.extents[number], layer])
 
-    def fetch(self) -> None:
-        """Launch the fetch alone."""
-        self._fetch()
+    def load(self, layer: int, expert: int, slot: int) -> None:
+        """Copy an expert into a slot."""
+        with self.device.copying():
+            target = self.buffers.slots[slot, : self.layout.expert_numel]
+            self.device.copy(target, self.arena.experts[layer][expert])
 
-    def run_chunk(self, group: int) -> None:
-        """Launch the kernel over a group from 1 on."""
-        self._groups[group]()
+    # The host's part of a layer
+
+    def ids(self, num_tokens: int) -> NDArray[np.int32]:
+        """Where the gate's ids are once its event has come, [T, K]."""
+        return self._views[num_tokens].host_array
 
     def start_cpu(self, layer: int, experts: NDArray[np.int64], num_rows: int, num_tokens: int) -> None:
-        """Begin the CPU's batch, arranged by `write_index`."""
+        """Begin the CPU's batch, arranged in `index`."""
         index, weights = self.index, self.arena.experts[layer]
         self.cpu.start(
             Batch(
@@ -187,37 +181,25 @@ class Machine:
         )
 
     def wait_cpu(self, meanwhile: Callable[[], None] | None) -> BatchTimes:
-        """Wait until the CPU's rows are there, which `end_layer` reads where they lie."""
+        """Wait until the CPU's rows are there, which the sum over experts reads where they lie."""
         while meanwhile is not None and not self.cpu.has_answer():
             meanwhile()
         return self.cpu.wait()
 
-    def end_layer(self, num_tokens: int) -> None:
-        """Launch the sum over experts."""
-        self._combine[num_tokens]()
-
-    def end_forward(self, number: int) -> Event:
-        """Launch the tail; when the event has come, the chosen tokens are on the host."""
-        self.model.run_tail(self.extents[number])
-        count = self.extents[number].total
-        self._chosen[:count].copy_(self.model.chosen[:count], non_blocking=True)
-        event = self.device.event()
-        event.record(self.device.compute)
-        return event
-
-    def load(self, layer: int, expert: int, slot: int) -> None:
-        """Copy an expert into a slot, outside of any run."""
-        with self.device.copying():
-            self.device.copy(self.targets[slot], self.sources[layer][expert])
-
     def set_layer(self, hidden: Tensor, ids: Tensor, gates: Tensor) -> None:
-        """Put the input of one MoE layer where kernels read it, in place of what the model and the trace say."""
+        """Put the input of one MoE layer where kernels and CPU read it, in place of what model and trace say."""
         views = self._views[len(hidden)]
-        views.x.copy_(hidden)
-        views.ids.copy_(ids)
-        views.gates.copy_(gates)
+        for view, given in ((views.x, hidden), (views.host_x, hidden), (views.gates, gates), (views.host_ids, ids)):
+            view.copy_(given)
         self.buffers.stream.zero_()
         self.buffers.shared.zero_()
+        self.device.synchronize()
+
+    def _warm_cpu(self) -> None:
+        """Have the CPU's kernel compiled before anything is measured."""
+        one, views = np.zeros(1, np.int64), next(iter(self._views.values()))
+        self.cpu.start(Batch([self.arena.experts[0][0]], one + 1, one, views.host_x, self.buffers.host_rows[:1]))
+        self.cpu.wait()
 
     def _upload(self, passes: Sequence[Pass]) -> tuple[list[Tensor], list[Tensor]]:
         """Routing of all passes on the device, each [L, T, K]."""
@@ -226,23 +208,74 @@ class Machine:
         gates = [torch.from_numpy((pass_.gates * scale).astype(np.float32)).to(where) for pass_ in passes]
         return ids, gates
 
-    def _make_views(self, num_tokens: int, totals: Sequence[int]) -> dict[int, _Views]:
-        layout, where = self.layout, self.device.torch_device
-        pinned = where.type == "cuda"
-        ids = torch.zeros(num_tokens, layout.top_k, dtype=torch.int32, device=where)
+    def _make_views(self, num_tokens: int) -> dict[int, _Views]:
+        layout = self.layout
+        pinned = self.device.torch_device.type == "cuda"
         host_ids = torch.zeros(num_tokens, layout.top_k, dtype=torch.int32, pin_memory=pinned)
         host_x = torch.zeros(num_tokens, layout.shape.hidden, dtype=torch.bfloat16, pin_memory=pinned)
         return {
             count: _Views(
-                ids[:count],
                 self.buffers.gates[:count],
                 self.buffers.x[:count],
                 host_ids[:count],
                 host_x[:count],
                 host_ids[:count].numpy(),
             )
-            for count in totals
+            for count in sorted({extent.total for extent in self.extents})
         }
+
+    def _make_works(self, kernels: ExpertKernels, progress: Callable[[int], None] | None) -> Works:
+        add, layout = self.device.add, self.layout
+
+        def hits() -> None:
+            kernels.fetch()
+            kernels.run(0, layout.num_experts)
+
+        groups = [add(hits)]
+        groups += [
+            add(lambda group=group: kernels.run(group, layout.transfer_chunk), is_warm=group > 1)
+            for group in range(1, self.num_groups)
+        ]
+        groups.append(add(kernels.fetch))
+        combine = {count: add(lambda count=count: kernels.combine(count)) for count in self._views}
+        layers, tails = {}, {}
+        for extent in sorted(set(self.extents)):
+            is_aligned = extent.total * layout.top_k % 4 == 0  # kernels differ where addresses are not
+            for layer in range(layout.num_layers):
+                layers[extent, layer] = add(self._layer(kernels, extent, layer), is_warm=layer > 0 and is_aligned)
+                if progress is not None:
+                    progress(1)
+            tails[extent] = add(self._tail(kernels, extent))
+        return Works(np.array(groups), combine, layers, tails)
+
+    def _layer(self, kernels: ExpertKernels, extent: Extent, layer: int) -> Work:
+        count, top_k, views = extent.total, self.layout.top_k, self._views[extent.total]
+        size = count * top_k
+        part = slice(layer * size, (layer + 1) * size)
+        ids, gates = (now[part].view(count, top_k) for now in (self._ids_now, self._gates_now))
+        work = self._model.layer(extent, layer)
+
+        def run() -> None:
+            views.gates.copy_(gates)
+            work()
+            kernels.move(ids, views.host_ids)
+            kernels.move(views.x, views.host_x)
+
+        return run
+
+    def _tail(self, kernels: ExpertKernels, extent: Extent) -> Work:
+        work, count = self._model.tail(extent), extent.total
+
+        def run() -> None:
+            work()
+            kernels.move(self._model.chosen[:count], self._chosen[:count])
+
+        return run
+
+
+def num_steps(passes: Sequence[Pass], num_layers: int) -> int:
+    """Layers of extents that a machine for these passes has to make ready."""
+    return num_layers * len({Extent.of(pass_) for pass_ in passes})
 
 
 def _require_room(layout: Layout, where: torch.device) -> None:

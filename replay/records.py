@@ -7,99 +7,89 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from policies.log import LogChunk, forward_builder, layer_builder
-from replay.device import Device, Event
-from replay.link import Copy
+from policies.contract import Step
+from policies.log import PREFETCH_COUNTS, LogChunk, forward_builder, layer_builder
+from replay.core_state import COPY_BEGIN, COPY_END, NUM_COPIES, Arrays
 from tracer.schema import Pass
 
 
 @dataclass(slots=True)
 class LayerRecord:
-    """One layer execution: columns of the log that are known at once, and the events of the others."""
+    """One layer execution: what was decided, events by their numbers, and times of the host."""
 
-    row: dict[str, Any]
-    plan: Event
-    end: Event
-    transfers: list[Copy] = field(default_factory=list)
-    hits_end: Event | None = None  # None: no hits
-    cpu_ns: int = 0  # from the plan until the CPU's results were back, by the host's clock
+    step: Step
+    hits: NDArray[np.int64]
+    transfers: NDArray[np.int64]  # a promoted one first
+    on_cpu: NDArray[np.int64]
+    retained: NDArray[np.int64]
+    prefetches: NDArray[np.int64]
+    capacity: int
+    num_resident: int
+    plan: int
+    hits_end: int  # -1: no hits
+    end: int
+    first_copy: int
+    promoted_copy: int  # -1: none
+    cpu_ns: int  # from the plan until the CPU's results were back, by the host's clock
+    decide_ns: int
+    lead_ns: int  # part of host_ns from the gate's ids to the launch of the hits, during which the GPU is idle
     host_ns: int = 0  # of the issuing thread for all launches, without decision and waits
-    lead_ns: int = 0  # part of it from the gate's ids to the launch of the hits, during which the GPU has nothing to do
-    decide_ns: int = 0
 
 
 @dataclass(slots=True)
 class ForwardRecord:
-    """One forward pass and its layers; it ends where the next one begins."""
+    """One forward pass and its layers; it ends where the next one begins, and the last record only ends the run."""
 
-    pass_: Pass
+    pass_: Pass | None
     number: int
-    end: Event
+    begin: int
     layers: list[LayerRecord] = field(default_factory=list)
 
 
-class Times:
-    """When events came, ns since the start of a run: each is measured from one nearby, so that no digit is lost."""
-
-    def __init__(self, device: Device, start: Event) -> None:
-        self._device, self._near, self._near_ns = device, start, 0
-
-    def move(self, event: Event) -> int:
-        """Time of an event, from which those that follow are measured."""
-        self._near_ns = self.at(event)
-        self._near = event
-        return self._near_ns
-
-    def at(self, event: Event) -> int:
-        """Time of an event."""
-        return self._near_ns + self._device.ns_between(self._near, event)
-
-
 def log_of(
-    device: Device, start: Event, forwards: list[ForwardRecord], copies: list[Copy], chunk_forwards: int = 256
+    times_ns: NDArray[np.int64], forwards: list[ForwardRecord], arrays: Arrays, chunk_forwards: int = 256
 ) -> Iterator[LogChunk]:
     """The log of a run that has ended.
 
     Args:
-        device: of its events, all of which have come.
-        start: of the first forward.
-        forwards: in order.
-        copies: all that were put on the link, in order.
+        times_ns: of events, by their numbers.
+        forwards: in order, and one behind the last.
+        arrays: of the run.
         chunk_forwards: forwards in one stretch of the log.
     """
-    spans = _copy_spans(device, start, copies)
-    starts, link_busy = _link_busy(device, start, forwards, spans, copies)
-    layers, rows = layer_builder(), forward_builder()
-    times, index = Times(device, start), 0
-    begins_ns = 0
-    for forward in forwards:
-        first_ns = begins_ns
-        for record in forward.layers:
-            plan_ns = times.at(record.plan)
-            layers.append(
-                record.row
-                | {
-                    "start_ns": starts[index],
-                    "plan_ns": plan_ns,
-                    "hits_end_ns": plan_ns if record.hits_end is None else times.at(record.hits_end),
-                    "cpu_end_ns": plan_ns + record.cpu_ns,
-                    "link_busy_ns": link_busy[index],
-                    "transfer_start_ns": [spans[id(copy)][0] for copy in record.transfers],
-                    "transfer_end_ns": [spans[id(copy)][1] for copy in record.transfers],
-                    "end_ns": times.move(record.end),
-                }
-            )
-            index += 1
-        begins_ns = times.move(forward.end)
+    copies = arrays.copies[: arrays.at[NUM_COPIES]]
+    spans = times_ns[copies[:, [COPY_BEGIN, COPY_END]]] - times_ns[forwards[0].begin]
+    starts, link_busy = _link_busy(times_ns - times_ns[forwards[0].begin], forwards, spans)
+    times_ns = times_ns - times_ns[forwards[0].begin]
+    layers, rows, index = layer_builder(), forward_builder(), 0
+    for forward, following in zip(forwards[:-1], forwards[1:], strict=True):
         pass_ = forward.pass_
+        assert pass_ is not None
+        about = {
+            "forward": forward.number,
+            "pass_id": pass_.pass_id,
+            "request": int(pass_.requests.min()),
+            "kind": int(pass_.kind),
+            "num_tokens": int(pass_.num_tokens.sum()),
+            "kv_len": int(pass_.kv_lens.sum()),
+        }
+        for record in forward.layers:
+            times = {
+                "start_ns": starts[index],
+                "link_busy_ns": link_busy[index],
+                **dict(zip(PREFETCH_COUNTS, arrays.counts[1 + index].tolist(), strict=True)),
+            }
+            layers.append(about | _row(record, times_ns, spans) | times)
+            index += 1
         rows.append(
             {
                 "forward": forward.number,
                 "pass_id": pass_.pass_id,
                 "kind": int(pass_.kind),
-                "start_ns": first_ns,
-                "end_ns": begins_ns,
+                "start_ns": times_ns[forward.begin],
+                "end_ns": times_ns[following.begin],
                 "requests": pass_.requests,
                 "blocks": pass_.blocks,
                 "iterations": pass_.iterations,
@@ -112,29 +102,45 @@ def log_of(
         yield LogChunk(layers.build(), rows.build())
 
 
-def _copy_spans(device: Device, start: Event, copies: list[Copy]) -> dict[int, tuple[int, int]]:
-    """Start and end of each copy, by its identity."""
-    times, spans = Times(device, start), {}
-    for copy in copies:
-        begin = spans[id(copy.begin)][1] if isinstance(copy.begin, Copy) else times.at(copy.begin)
-        spans[id(copy)] = begin, times.move(copy.end)
-    return spans
+def _row(record: LayerRecord, times_ns: NDArray[np.int64], spans: NDArray[np.int64]) -> dict[str, Any]:
+    """Columns of one layer execution that its record says."""
+    load, plan_ns = record.step.load, int(times_ns[record.plan])
+    promoted = [] if record.promoted_copy < 0 else [record.promoted_copy]
+    copies = [*promoted, *range(record.first_copy, record.first_copy + len(record.transfers) - len(promoted))]
+    return {
+        "layer": record.step.layer,
+        "capacity": record.capacity,
+        "num_resident": record.num_resident,
+        "num_activated": len(record.hits) + len(record.transfers) + len(record.on_cpu),
+        "hit_tokens": int(load[record.hits].sum()),
+        "num_promoted": len(promoted),
+        "plan_ns": plan_ns,
+        "hits_end_ns": plan_ns if record.hits_end < 0 else int(times_ns[record.hits_end]),
+        "cpu_end_ns": plan_ns + record.cpu_ns,
+        "end_ns": int(times_ns[record.end]),
+        "hits": record.hits,
+        "transfers": record.transfers,
+        "transfer_loads": load[record.transfers],
+        "transfer_start_ns": spans[copies, 0],
+        "transfer_end_ns": spans[copies, 1],
+        "on_cpu": record.on_cpu,
+        "cpu_loads": load[record.on_cpu],
+        "retained": record.retained,
+        "prefetch_layers": record.prefetches[:, 0],
+        "prefetch_experts": record.prefetches[:, 1],
+    }
 
 
 def _link_busy(
-    device: Device, start: Event, forwards: list[ForwardRecord], spans: dict[int, tuple[int, int]], copies: list[Copy]
-) -> tuple[list[int], list[int]]:
+    times_ns: NDArray[np.int64], forwards: list[ForwardRecord], spans: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Start of each layer execution, and the durations of the copies that landed before the next one began."""
-    times, starts, now_ns = Times(device, start), [], 0
-    for forward in forwards:
-        for record in forward.layers:
-            starts.append(now_ns)
-            now_ns = times.move(record.end)
-        now_ns = times.move(forward.end)
-    busy = np.zeros(len(starts), np.int64)
-    ends = np.array([spans[id(copy)][1] for copy in copies], np.int64)
-    lengths = np.array([spans[id(copy)][1] - spans[id(copy)][0] for copy in copies], np.int64)
-    landed = ends < now_ns  # what lands when the run has ended is of no layer
-    places = np.searchsorted(np.array(starts), ends[landed], side="right") - 1
-    np.add.at(busy, places, lengths[landed])
-    return starts, busy.tolist()
+    starts = [
+        event for forward in forwards[:-1] for event in [forward.begin, *(record.end for record in forward.layers[:-1])]
+    ]
+    begins = times_ns[starts]
+    busy = np.zeros(len(begins), np.int64)
+    landed = spans[spans[:, 1] < times_ns[forwards[-1].begin]]  # what lands when the run has ended is of no layer
+    places = np.searchsorted(begins, landed[:, 1], side="right") - 1
+    np.add.at(busy, places, landed[:, 1] - landed[:, 0])
+    return begins, busy

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from numba.core.dispatcher import Dispatcher
+
 from policies.contract import Estimates, Policy
 from policies.log import LogChunk
 from policies.steps import Steps
@@ -53,7 +55,9 @@ def replay(
     """
     steps = Steps(shape, policy.reads_signals)
     forwards = [steps.read(pass_) for pass_ in passes]
-    run = Run(machine, policy, shape, slots, estimates, staging)
+    if isinstance(policy.decide, Dispatcher):  # what is compiled or chosen at first use is not measured
+        list(Run(machine, policy, shape, slots, estimates, staging).log(passes[:1], forwards[:1]))
+    run = Run(machine, policy, shape, slots, estimates, staging, len(passes))
     chunks = list(run.log(passes, forwards, progress))
     records = [record for note in run.forwards for record in note.layers]
     return Replayed(chunks, *(median(getattr(record, name) for record in records) / 1e3 for name in _HOST_TIMES))
