@@ -14,7 +14,6 @@ from replay.repeats import Repeated, repeated, repeated_by_size
 
 def row_ns(device: Device, launch: Callable[[int], None], count: int) -> float:
     """Mean time of one of `count` launches in a row, each given its number, on a device that is busy when it begins."""
-    device.reserve(2 + count)  # as many as one event a launch
     start, end = device.event(), device.event()
     launch(0)
     start.record(device.compute)

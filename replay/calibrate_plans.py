@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.contract import Plan, Policy, Step, View, plain_plan
+from policies.contract import Policy, plain_plan
+from policies.jit import jit
 from tracer.schema import ForwardKind, ModelShape, Pass
 
 Extent = tuple[int, int]  # tokens and committed positions of a pass
@@ -65,8 +66,15 @@ class Design(NamedTuple):
         return self.num_hits + self.num_transfers, rows
 
 
-class _State(NamedTuple):
-    nothing: NDArray[np.int64]
+class Plans(NamedTuple):
+    """The plan of each layer execution, numbered forward * L + layer."""
+
+    num_layers: int
+    transfers: NDArray[np.int64]
+    transfer_ends: NDArray[np.int64]  # [executions + 1] of each in `transfers`, from 0
+    on_cpu: NDArray[np.int64]
+    cpu_ends: NDArray[np.int64]
+    retained: NDArray[np.bool_]  # [E] of every layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,30 +101,44 @@ def designed(shape: ModelShape, num_layers: int, num_residents: int, designs: Se
         designs: possible ones, with no more misses than there are experts beside residents.
     """
     shape = replace(shape, layer_ids=tuple(range(num_layers)))
-    plans: dict[tuple[int, int], Plan] = {}
     passes, num_others = [], shape.num_experts - num_residents
+    transfers, on_cpu = [], []  # of each layer execution
     retained = np.arange(shape.num_experts) < num_residents
     first_hit = first_miss = 0
     for number, design in enumerate(designs):
         num_missed = design.num_transfers + design.num_on_cpu
         routes = []
-        for layer in range(num_layers):
+        for _ in range(num_layers):
             hits = (first_hit + np.arange(design.num_hits)) % num_residents
             missed = num_residents + (first_miss + np.arange(num_missed)) % num_others
             first_hit, first_miss = first_hit + design.num_hits, first_miss + num_missed
-            transfers, on_cpu = np.split(missed, [design.num_transfers])
-            plans[number, layer] = plain_plan(transfers, on_cpu, retained)
+            transfers.append(missed[: design.num_transfers])
+            on_cpu.append(missed[design.num_transfers :])
             routes.append(_route(np.concatenate([hits, missed]), design, shape.top_k))
         passes.append(pass_of(number, np.stack(routes), design.kv_len))
 
-    def init(params: Any, shape: ModelShape, slots: int) -> Any:
-        residents = np.tile(retained, (num_layers, 1))
-        return _State(np.zeros(1, np.int64)), residents, np.full(num_layers, num_residents)
+    plans = Plans(num_layers, *_in_a_row(transfers), *_in_a_row(on_cpu), retained)
+    return Designed(shape, designs, passes, Policy("designed", plans, init, decide), num_layers * num_residents)
 
-    def decide(params: Any, state: Any, step: Step, view: View) -> Plan:
-        return plans[step.forward, step.layer]
 
-    return Designed(shape, designs, passes, Policy("designed", None, init, decide), num_layers * num_residents)
+def init(params: Plans, shape: ModelShape, slots: int) -> tuple[tuple[()], NDArray[np.bool_], NDArray[np.int64]]:
+    """Start with what stays for good."""
+    num_residents = int(params.retained.sum())
+    return (), np.tile(params.retained, (shape.num_layers, 1)), np.full(shape.num_layers, num_residents)
+
+
+@jit
+def decide(params, state, step, view):
+    """The plan of this layer execution; compiled as those of policies are."""
+    row = step.forward * params.num_layers + step.layer
+    transfers = params.transfers[params.transfer_ends[row] : params.transfer_ends[row + 1]]
+    on_cpu = params.on_cpu[params.cpu_ends[row] : params.cpu_ends[row + 1]]
+    return plain_plan(transfers.copy(), on_cpu.copy(), params.retained.copy())
+
+
+def _in_a_row(parts: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """All values, and where each part ends, from 0."""
+    return np.concatenate(parts), np.cumsum([0, *(len(part) for part in parts)])
 
 
 def pass_of(number: int, expert_ids: NDArray[np.int64], kv_len: int) -> Pass:
