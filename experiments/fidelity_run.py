@@ -289,13 +289,14 @@ def _machine(
 
 def _link(machine: Machine) -> str | None:
     """The state of the PCIe link while it is busy, in words; None without one."""
-    device = machine.device
-    if device.torch_device.type != "cuda":
+    device, experts = machine.device.torch_device, machine.arena.experts[0]
+    if device.type != "cuda":
         return None
+    target = torch.empty_like(experts[0], device=device)
     for number in range(300):
-        machine.load(0, number % machine.layout.num_experts, 0)
-    state = read_link(device.torch_device)
-    device.synchronize()
+        target.copy_(experts[number % len(experts)], non_blocking=True)
+    state = read_link(device)
+    torch.cuda.synchronize(device)
     return None if state is None else f"{state}, of {state.max_generation}.0 x{state.max_width} at most"
 
 

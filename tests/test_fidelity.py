@@ -91,7 +91,7 @@ def obedient(monkeypatch: pytest.MonkeyPatch) -> Obedient:
 
     def machine(session, options, device, shape, traced, passes, profile):
         found = SimpleNamespace(factor=1, layout=SimpleNamespace(shape=shape), device=SimpleNamespace())
-        found.device.torch_device = SimpleNamespace(type="cpu")
+        found.device.torch_device, found.arena = SimpleNamespace(type="cpu"), SimpleNamespace(experts=[[]])
         found.set_factor = lambda factor: setattr(found, "factor", factor)
         found.close = lambda: None
         session.note(is_pinned=False, cpu_kernel="rows", num_distinct_experts=192)
