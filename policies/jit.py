@@ -17,7 +17,15 @@ from numba.core.caching import FunctionCache
 Function = TypeVar("Function")
 
 # compiled code holds values of the schema's enums as constants
-_SOURCES = ("policies/**/*.py", "simulator/**/*.py", "replay/cpu_*.py", "replay/arrange.py", "replay/core_*.py", "tracer/schema.py")
+_SOURCES = (
+    "policies/**/*.py",
+    "simulator/**/*.py",
+    "replay/arrange.py",
+    "replay/calibrate_plans.py",
+    "replay/core_*.py",
+    "replay/cpu_*.py",
+    "tracer/schema.py",
+)
 
 # what reading a damaged pickle can raise
 _DAMAGE = (
