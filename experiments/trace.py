@@ -26,14 +26,18 @@ except ModuleNotFoundError:
 
 from tracer import locality
 from tracer.capture import trace_metadata, trace_prompts
-from tracer.checkpoint import load, read_config, read_provenance
+from tracer.checkpoint import Provenance, load, model_bytes, model_name, read_config, read_provenance
 from tracer.decode import DecodeResult, DecodeSettings, ForwardEvent
+from tracer.llada2 import LLaDA2
+from tracer.llada2_config import LLaDA2Config
 from tracer.prompts import Prompt, encode_prompts, read_prompts
 from tracer.shipped import find_model
+from tracer.special_ids import check_special_ids
 from tracer.store import TraceReader, TraceWriter
 from tracer.tokenizer import load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EXPERTS: dict[str, bool | None] = {"auto": None, "memory": False, "mapped": True}
 
 
 @dataclass
@@ -66,7 +70,8 @@ class Trace:
     gate_dtype: str = "float16"  # how gates are stored
     signals: bool = False  # also record router scores, norms, sketches and the next layers' gates
     device: str = "cpu"
-    dtype: str = "float32"  # that the model computes in
+    dtype: str = "auto"  # that the model computes in
+    experts: str = "auto"  # where routed experts are: in memory, or mapped files
     output: Output = field(default_factory=Output)
 
 
@@ -106,12 +111,11 @@ def run(config: DictConfig) -> None:
     directory = find_model(config.model)
     prompts = read_prompts(Path(config.prompts), config.max_prompts)
     model_config, tokenizer = read_config(directory), load_tokenizer(directory)
+    check_special_ids(directory, model_config, tokenizer)
     settings = DecodeSettings(**config.decode, mask_id=tokenizer.mask_id, eos_id=tokenizer.eos_id)
     encoded = encode_prompts(prompts, tokenizer, model_config, settings, config.prompts)
-    provenance = read_provenance(directory)
-    model = load(directory, device=config.device, dtype=DTYPES[config.dtype])
-    name = directory.resolve().name
-    metadata = trace_metadata(model, settings, name, provenance, config.gate_dtype, config.signals)
+    model, provenance = _load(directory, model_config, config)
+    metadata = trace_metadata(model, settings, model_name(directory), provenance, config.gate_dtype, config.signals)
     progress = _Progress(len(prompts), settings.gen_length)
     with progress.bar, TraceWriter(path, metadata, overwrite=config.output.overwrite) as writer:
         results = trace_prompts(model, encoded, settings, writer, signals=config.signals, on_forward=progress.forward)
@@ -186,7 +190,8 @@ def _check(config: DictConfig, path: Path) -> None:
     """Refuse what no file needs to be read for."""
     if config.max_prompts is not None and config.max_prompts < 1:
         raise TraceError(f"max_prompts {config.max_prompts}: must be at least 1, or null for all")
-    for key, allowed in (("gate_dtype", GATE_DTYPES), ("dtype", tuple(DTYPES))):
+    choices = {"gate_dtype": GATE_DTYPES, "dtype": ("auto", *DTYPES), "experts": tuple(EXPERTS)}
+    for key, allowed in choices.items():
         if config[key] not in allowed:
             raise TraceError(f"{key} {config[key]!r}: allowed are {', '.join(allowed)}")
     num_cuda = torch.cuda.device_count()
@@ -195,6 +200,25 @@ def _check(config: DictConfig, path: Path) -> None:
         raise TraceError(f"device {config.device!r}: this machine has {', '.join(devices)}")
     if path.exists() and not config.output.overwrite:
         raise TraceError(f"{path}: exists already; output.overwrite=true replaces a trace")
+
+
+def _load(directory: Path, model_config: LLaDA2Config, config: DictConfig) -> tuple[LLaDA2, Provenance]:
+    """Hash the checkpoint and read the model, with a bar of the bytes of both."""
+    device = torch.device(config.device)
+    default = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = DTYPES.get(config.dtype, default)
+    bar = tqdm(unit="B", unit_scale=True, desc="oled-trace: reading", disable=not sys.stderr.isatty(), leave=False)
+    with bar:
+        provenance = read_provenance(directory, on_bytes=bar.update)
+        mapped = EXPERTS[config.experts]
+        model = load(directory, device=device, dtype=dtype, mapped=mapped, on_bytes=bar.update)
+    if mapped is None and model.has_mapped_experts:
+        need = model_bytes(model_config, dtype).all / 1e9
+        print(
+            f"oled-trace: {device} has no room for {need:.1f} GB: routed experts are read from {directory} when used",
+            file=sys.stderr,
+        )
+    return model, provenance
 
 
 def _answer(prompt: Prompt, result: DecodeResult, text: str) -> str:

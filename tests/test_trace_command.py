@@ -208,7 +208,8 @@ def test_bad_prompts(workplace, oled_trace, content, message):
         ([], {"model": "."}, ".: no config.json; a checkpoint directory holds"),
         (["max_prompts=0"], {}, "max_prompts 0: must be at least 1"),
         (["gate_dtype=int3"], {}, "gate_dtype 'int3': allowed are float32, float16, uint8"),
-        (["dtype=int8"], {}, "dtype 'int8': allowed are float32, bfloat16, float16"),
+        (["dtype=int8"], {}, "dtype 'int8': allowed are auto, float32, bfloat16, float16"),
+        (["experts=disk"], {}, "experts 'disk': allowed are auto, memory, mapped"),
         (["device=tpu"], {}, "device 'tpu': this machine has cpu"),
         (["decode.block_length=0"], {}, "block_length 0: must be at least 1"),
         (["decode.gen_length=0"], {}, "gen_length 0: must be at least 1"),
@@ -254,6 +255,26 @@ def test_incomplete_checkpoint(workplace, oled_trace, checkpoint, file, message)
     shutil.copytree(checkpoint, workplace / "broken")
     (workplace / "broken" / file).unlink()
     refused(workplace, oled_trace, message, *FAST, model="broken")
+
+
+def test_a_tokenizer_of_another_model(workplace, oled_trace, checkpoint):
+    shutil.copytree(checkpoint, workplace / "mixed")
+    (workplace / "mixed" / "generation_config.json").write_text('{"mask_token_id": 5}')
+    refused(
+        workplace,
+        oled_trace,
+        "in the tokenizer, mask_token_id of generation_config.json says 5; the tokenizer must be the model's",
+        *FAST,
+        model="mixed",
+    )
+
+
+def test_a_model_in_the_cache_of_a_hub_has_its_own_name(workplace, oled_trace, checkpoint):
+    snapshot = workplace / "hub" / "models--inclusionAI--LLaDA2.1-mini" / "snapshots" / "0123abcd"
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(checkpoint)
+    assert oled_trace(*FAST, "max_prompts=1", model=str(snapshot))[0] == 0
+    assert TraceReader(workplace / "out.trace").metadata.source == "model:LLaDA2.1-mini"
 
 
 def refused(directory, run, message, *overrides, **given):

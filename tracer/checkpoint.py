@@ -5,100 +5,40 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tracer.checkpoint_layout import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    Place,
+    expert_prefix,
+    locate,
+    read_config,
+    read_file,
+    read_index,
+    require_files,
+    tensor_shapes,
+)
 from tracer.llada2 import LLaDA2
 from tracer.llada2_config import LLaDA2Config
-from tracer.moe import MoeLayer
-from tracer.records import read_object
+from tracer.mapped_experts import MappedExperts, Staging, StoredExpert, StoredMatrix
+from tracer.memory import free_bytes
+from tracer.moe import Experts
 from tracer.schema import TraceError
+from tracer.shard import Shard, require_finite
 
-CONFIG_NAME = "config.json"
-INDEX_NAME = "model.safetensors.index.json"
 TRAINING_NAME = "training.json"
-_STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_NUM_NAMED = 3  # tensors that an error names; a wrong layout has thousands
-
-
-def tensor_shapes(config: LLaDA2Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint, experts one by one, in the order in which they are saved.
-
-    Source: LLaDA2.0-mini and LLaDA2.1-mini, released index files.
-    """
-    hidden, head_dim = config.hidden_size, config.head_dim
-    query_rows = config.num_attention_heads * head_dim
-    fused_rows = query_rows + 2 * config.num_key_value_heads * head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.word_embeddings.weight": (config.vocab_size, hidden)}
-
-    def add_mlp(prefix: str, intermediate: int) -> None:
-        shapes[f"{prefix}.gate_proj.weight"] = (intermediate, hidden)
-        shapes[f"{prefix}.up_proj.weight"] = (intermediate, hidden)
-        shapes[f"{prefix}.down_proj.weight"] = (hidden, intermediate)
-
-    for layer_id in range(config.num_hidden_layers):
-        layer = f"model.layers.{layer_id}"
-        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{layer}.attention.query_key_value.weight"] = (fused_rows, hidden)
-        shapes[f"{layer}.attention.query_layernorm.weight"] = (head_dim,)
-        shapes[f"{layer}.attention.key_layernorm.weight"] = (head_dim,)
-        shapes[f"{layer}.attention.dense.weight"] = (hidden, query_rows)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-        if layer_id < config.first_k_dense_replace:
-            add_mlp(f"{layer}.mlp", config.intermediate_size)
-            continue
-        shapes[f"{layer}.mlp.gate.weight"] = (config.num_experts, hidden)
-        shapes[f"{layer}.mlp.gate.expert_bias"] = (config.num_experts,)
-        for expert in range(config.num_experts):
-            add_mlp(f"{layer}.mlp.experts.{expert}", config.moe_intermediate_size)
-        add_mlp(f"{layer}.mlp.shared_experts", config.num_shared_experts * config.moe_intermediate_size)
-    shapes["model.norm.weight"] = (hidden,)
-    shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
-
-
-def read_config(directory: str | Path) -> LLaDA2Config:
-    """Read a directory's config.json.
-
-    Raises:
-        TraceError: The file is missing, is not JSON, or describes another architecture.
-    """
-    path = Path(directory) / CONFIG_NAME
-    return LLaDA2Config.from_dict(_read_json(path), str(path))
-
-
-def read_index(directory: str | Path) -> dict[str, Path]:
-    """Shard of every tensor of the model that config.json describes; the shards need not be there yet.
-
-    Raises:
-        TraceError: There is no index (a single model.safetensors is not enough), or its names are not exactly those
-            of `tensor_shapes`.
-    """
-    directory = Path(directory)
-    path = directory / INDEX_NAME
-    weight_map = _read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise TraceError(f"{path}: no object weight_map, which names the shard of every tensor")
-    expected = tensor_shapes(read_config(directory))
-    for fault, names in (
-        ("unknown", [name for name in weight_map if name not in expected]),
-        ("missing", [name for name in expected if name not in weight_map]),
-    ):
-        if names:
-            raise TraceError(f"{path}: {_enumerate(names, fault)}; {CONFIG_NAME} asks for {len(expected)} tensors")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
-            raise TraceError(f"{path}: shard {shard!r} of {name}: must be the name of a file in this directory")
-    return {name: directory / weight_map[name] for name in expected}
+_MATRICES = ("gate_proj", "up_proj", "down_proj")  # of an expert
+_MAX_HASHING = 8  # threads; a disk is slower than that many
 
 
 def load(
@@ -107,8 +47,10 @@ def load(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     expert_bias_dtype: torch.dtype | None = None,
+    mapped: bool | None = False,
+    on_bytes: Callable[[int], object] = lambda num_bytes: None,
 ) -> LLaDA2:
-    """Read a model, shard by shard.
+    """Read a model, shard by shard, one in memory at a time.
 
     Args:
         directory: Holds config.json, the index and the shards.
@@ -116,41 +58,94 @@ def load(
         dtype: Of every weight but the expert biases; the gates compute in fp32 regardless.
         expert_bias_dtype: Of the expert biases; None keeps what is stored. Rounding fp32 biases to bfloat16, as the
             released code does, changes the experts of some tokens.
+        mapped: Leave routed experts in their files, from which they are read when they are used; None does so if
+            the device has no room for them.
+        on_bytes: Told how many stored bytes were read, to show progress.
 
     Raises:
-        TraceError: A shard or tensor is missing or damaged, has a wrong shape or dtype, or holds what is not finite;
-            or the model does not fit into memory.
+        TraceError: A shard or tensor is missing or damaged, has a wrong shape or dtype, or holds what is not finite,
+            which of mapped experts is found when they are used; or the model does not fit into memory.
     """
-    config = read_config(directory)
-    index = read_index(directory)
-    _require_files(index.values())
-    shapes = tensor_shapes(config)
-    num_bytes, room = sum(map(math.prod, shapes.values())) * dtype.itemsize, _room(torch.device(device))
+    config, device = read_config(directory), torch.device(device)
+    places = locate(directory, config)
+    require_files(place.path for place in places.values())
+    size = model_bytes(config, dtype)
+    if mapped is None:
+        mapped = size.all > free_bytes(device)
+    model = _empty(config, directory, size.rest if mapped else size.all, device, dtype, mapped)
+    targets = dict(_tensors(model))
+    gates = {f"model.layers.{layer_id}.mlp.gate.expert_bias": mlp.gate for layer_id, mlp in model.moe_layers()}
+    experts: dict[str, StoredMatrix] = {}
+    for where, name, stored in _stored(places):
+        if name in gates:
+            bias_dtype = expert_bias_dtype or stored.dtype
+            require_finite(where, stored, bias_dtype)
+            gates[name].expert_bias = stored.to(device, bias_dtype, copy=True)
+        elif name in targets:
+            require_finite(where, stored, dtype)
+            targets[name].copy_(stored)
+        else:
+            experts[name] = StoredMatrix(where, stored)
+            continue
+        on_bytes(stored.nbytes)
+    if mapped:
+        _map_experts(model, experts)
+    return model
+
+
+class ModelBytes(NamedTuple):
+    """Memory that the weights of a model take."""
+
+    all: int
+    rest: int  # without routed experts
+
+
+def model_bytes(config: LLaDA2Config, dtype: torch.dtype) -> ModelBytes:
+    """Bytes of a model in a dtype."""
+    size = sum(map(math.prod, tensor_shapes(config).values()))
+    per_expert = 3 * config.hidden_size * config.moe_intermediate_size
+    experts = len(config.moe_layer_ids) * config.num_experts * per_expert
+    return ModelBytes(size * dtype.itemsize, (size - experts) * dtype.itemsize)
+
+
+def _empty(
+    config: LLaDA2Config, directory: str | Path, num_bytes: int, device: torch.device, dtype: torch.dtype, mapped: bool
+) -> LLaDA2:
+    """A model whose weights are not set, without experts if they are to be mapped."""
+    what = "the model without its routed experts" if mapped else "the model"
+    room = free_bytes(device)
     if num_bytes > room:
         raise TraceError(
-            f"{directory}: the model takes {num_bytes / 1e9:.1f} GB in {dtype}, {device} has {room / 1e9:.1f} GB"
+            f"{directory}: {what} takes {num_bytes / 1e9:.1f} GB in {dtype}, {device} has {room / 1e9:.1f} GB free"
         )
     with torch.device("meta"):
         model = LLaDA2(config).to(dtype)
+    if mapped:
+        for _, mlp in model.moe_layers():
+            mlp.experts = MappedExperts([], Staging())
     try:
-        model = model.to_empty(device=device)
+        return model.to_empty(device=device)
     except RuntimeError as error:  # the allocators' word
-        raise TraceError(f"{directory}: no memory for the model on {device}: {str(error).splitlines()[0]}") from error
-    targets = dict(_tensors(model))
-    gates = {f"model.layers.{layer_id}.mlp.gate.expert_bias": mlp.gate for layer_id, mlp in model.moe_layers()}
+        raise TraceError(f"{directory}: no memory for {what} on {device}: {str(error).splitlines()[0]}") from error
+
+
+def _stored(places: Mapping[str, Place]) -> Iterator[tuple[str, str, Tensor]]:
+    """Where it is, for errors, name and stored values of every tensor; a shard is open while its own are yielded."""
     names_of: dict[Path, list[str]] = defaultdict(list)
-    for name, path in index.items():
-        names_of[path].append(name)
+    for name, place in places.items():
+        names_of[place.path].append(name)
     for path, names in names_of.items():
-        for name, stored in _read_shard(path, {name: shapes[name] for name in names}):
-            if name in gates:
-                bias_dtype = expert_bias_dtype or stored.dtype
-                _require_finite(path, name, stored, bias_dtype)
-                gates[name].expert_bias = stored.to(device, bias_dtype)
-            else:
-                _require_finite(path, name, stored, dtype)
-                targets[name].copy_(stored)
-    return model
+        shard, prefix = Shard(path), f"{path}: "
+        for name in names:
+            yield prefix + places[name].name, name, shard.tensor(places[name])
+
+
+def _map_experts(model: LLaDA2, matrices: Mapping[str, StoredMatrix]) -> None:
+    staging = Staging()
+    for layer_id, mlp in model.moe_layers():
+        prefixes = [expert_prefix(layer_id, expert) for expert in range(model.config.num_experts)]
+        stored = [StoredExpert(*(matrices[f"{prefix}.{name}.weight"] for name in _MATRICES)) for prefix in prefixes]
+        mlp.experts = MappedExperts(stored, staging)
 
 
 def save(model: LLaDA2, directory: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
@@ -205,26 +200,43 @@ class Provenance(NamedTuple):
     training: dict[str, Any] | None  # contents of training.json, which only models trained here have
 
 
-def read_provenance(directory: str | Path) -> Provenance:
+def read_provenance(directory: str | Path, on_bytes: Callable[[int], object] = lambda num_bytes: None) -> Provenance:
     """Read every file of a checkpoint once, for its hashes.
+
+    Args:
+        directory: As for `load`.
+        on_bytes: Told the size of each shard when it was read, to show progress; called by this thread only.
 
     Raises:
         TraceError: As for `read_index`, or a shard is missing, or training.json is no JSON object.
     """
     directory = Path(directory)
     paths = sorted(set(read_index(directory).values()))
-    _require_files(paths)
-    described = _read_json(directory / INDEX_NAME).get("metadata")
+    require_files(paths)
+    described = read_file(directory / INDEX_NAME).get("metadata")
     training = directory / TRAINING_NAME
-    shards = {path.name: _file_hash(path) for path in paths}
+    shards: dict[str, str] = {}
+    with ThreadPoolExecutor(_MAX_HASHING) as threads:  # hashing lets go of the interpreter
+        for path, digest in zip(paths, threads.map(_file_hash, paths), strict=True):
+            shards[path.name] = digest
+            on_bytes(path.stat().st_size)
     hashes = {name: _file_hash(directory / name) for name in (CONFIG_NAME, INDEX_NAME)} | shards
     whole = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in hashes.items()).encode())
     return Provenance(
         checkpoint_hash=whole.hexdigest(),
         total_size=described.get("total_size") if isinstance(described, dict) else None,
         shards=shards,
-        training=_read_json(training) if training.exists() else None,
+        training=read_file(training) if training.exists() else None,
     )
+
+
+def model_name(directory: str | Path) -> str:
+    """What a checkpoint is called: its directory's name, or the model's in the cache of the Hugging Face hub."""
+    path = Path(directory).absolute()
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.split("--")[-1]
+    return path.resolve().name
 
 
 def checkpoint_hash(directory: str | Path) -> str:
@@ -241,81 +253,28 @@ def _file_hash(path: Path) -> str:
 
 
 def _tensors(model: LLaDA2) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor under its checkpoint name; those of experts are views of the stacked parameters."""
+    """Every tensor under its checkpoint name; those of experts are views of the stacked parameters, or of files."""
     stacked: set[str] = set()
     for layer_id, mlp in model.moe_layers():
-        yield from _expert_tensors(f"model.layers.{layer_id}.mlp.experts", mlp)
+        for expert, matrices in enumerate(_experts(mlp.experts)):
+            for name, matrix in zip(_MATRICES, matrices, strict=True):
+                yield f"{expert_prefix(layer_id, expert)}.{name}.weight", matrix
         stacked |= {f"layers.{layer_id}.mlp.experts.w13", f"layers.{layer_id}.mlp.experts.w2"}
     for name, tensor in model.state_dict().items():
         if name not in stacked:
             yield name if name.startswith("lm_head.") else f"model.{name}", tensor
 
 
-def _expert_tensors(prefix: str, mlp: MoeLayer) -> Iterator[tuple[str, Tensor]]:
-    w13, w2 = mlp.experts.w13.detach(), mlp.experts.w2.detach()
-    for expert, (gate, up, down) in enumerate(zip(*w13.chunk(2, dim=1), w2, strict=True)):
-        yield f"{prefix}.{expert}.gate_proj.weight", gate
-        yield f"{prefix}.{expert}.up_proj.weight", up
-        yield f"{prefix}.{expert}.down_proj.weight", down
-
-
-def _read_shard(path: Path, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of one shard, their shapes and dtypes checked."""
-    try:
-        with safe_open(path, framework="pt") as shard:
-            for name, shape in shapes.items():
-                found = tuple(shard.get_slice(name).get_shape())
-                if found != shape:
-                    raise TraceError(f"{path}: {name} has shape {list(found)}, {CONFIG_NAME} asks for {list(shape)}")
-                stored = shard.get_tensor(name)
-                if stored.dtype not in _STORED_DTYPES:
-                    allowed = ", ".join(str(dtype) for dtype in _STORED_DTYPES)
-                    raise TraceError(f"{path}: {name} is stored as {stored.dtype}, allowed are {allowed}")
-                yield name, stored
-    except (SafetensorError, OSError) as error:  # safetensors names no file
-        raise TraceError(f"{path}: cannot be read as a shard: {error}") from None
-
-
-def _require_finite(path: Path, name: str, stored: Tensor, dtype: torch.dtype) -> None:
-    """Refuse NaN and infinity, and values that become infinite in the dtype of the model."""
-    for extreme in torch.aminmax(stored):  # both are NaN where one value is, and much quicker than isfinite
-        if not extreme.isfinite():
-            raise TraceError(f"{path}: {name} holds {extreme.item():g}, allowed are finite numbers")
-        if not extreme.to(dtype).isfinite():
-            raise TraceError(f"{path}: {name} holds {extreme.item():g}, which {dtype} cannot hold")
-
-
-def _room(device: torch.device) -> float:
-    """Bytes that a model on this device can take at most: all memory, which others may use too."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    if device.type == "cpu" and hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return math.inf
+def _experts(experts: Experts | MappedExperts) -> Iterator[Sequence[Tensor]]:
+    """Gate, up and down matrix of each expert."""
+    if isinstance(experts, MappedExperts):
+        return ([matrix.tensor for matrix in expert] for expert in experts.stored)
+    w13, w2 = experts.w13.detach(), experts.w2.detach()
+    return zip(*w13.chunk(2, dim=1), w2, strict=True)
 
 
 def _saved_dtype(name: str) -> torch.dtype:
     return torch.float32 if name.endswith(".expert_bias") else torch.bfloat16
-
-
-def _require_files(shards: Iterable[Path]) -> None:
-    missing = sorted({path for path in shards if not path.is_file()})
-    if missing:
-        names = _enumerate([path.name for path in missing], "missing", what="shard")
-        raise TraceError(f"{missing[0].parent}: {names}, which {INDEX_NAME} names")
-
-
-def _enumerate(names: list[str], fault: str, what: str = "tensor") -> str:
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return f"{len(names)} {fault} {what}{'s' if len(names) > 1 else ''}: {', '.join(names[:_NUM_NAMED])}{more}"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise TraceError(
-            f"{path.parent}: no {path.name}; a checkpoint directory holds {CONFIG_NAME}, {INDEX_NAME} and its shards"
-        )
-    return read_object(path)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

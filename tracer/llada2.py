@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tracer.llada2_config import LLaDA2Config
+from tracer.mapped_experts import MappedExperts
 from tracer.moe import Mlp, MoeLayer, Routing
 from tracer.schema import TraceError
 
@@ -218,8 +219,13 @@ class LLaDA2(nn.Module):
             if isinstance(layer.mlp, MoeLayer):
                 yield layer_id, layer.mlp
 
+    @property
+    def has_mapped_experts(self) -> bool:
+        """Whether routed experts stay in the files of the checkpoint."""
+        return any(isinstance(mlp.experts, MappedExperts) for _, mlp in self.moe_layers())
+
     def num_parameters(self) -> int:
-        """Trained numbers; expert biases, which are buffers, are not counted."""
+        """Trained numbers in memory; expert biases, which are buffers, and mapped experts are not counted."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def new_cache(self, batch_size: int, max_len: int) -> KVCache:
@@ -244,6 +250,7 @@ class LLaDA2(nn.Module):
         positions: Tensor,
         *,
         mask: Tensor | None = None,
+        additive: bool = False,
         cache: KVCache | None = None,
         commit: bool = False,
         observer: Observer | None = None,
@@ -255,6 +262,7 @@ class LLaDA2(nn.Module):
             positions: Absolute positions, [B, T] or [T]; they may repeat.
             mask: Bool, broadcastable to [B, 1, T, S] with S the committed positions and T, in this order; True where
                 the query may attend. None lets every query attend to everything.
+            additive: The mask holds numbers instead, which are added to the attention scores.
             cache: Committed keys and values; needs a forward without gradients.
             commit: Whether this forward's keys and values join the committed ones.
             observer: Called with the embeddings and after each MoE layer.
@@ -263,10 +271,12 @@ class LLaDA2(nn.Module):
             Logits [B, T, V] in fp32; row p predicts the token at p itself, not the next one.
 
         Raises:
-            TraceError: The mask is not bool, or the cache is missing or full.
+            TraceError: The mask is not bool though it is not `additive`, or the cache is missing or full.
         """
         return self.head(
-            self.hidden_states(token_ids, positions, mask=mask, cache=cache, commit=commit, observer=observer)
+            self.hidden_states(
+                token_ids, positions, mask=mask, additive=additive, cache=cache, commit=commit, observer=observer
+            )
         )
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -279,12 +289,15 @@ class LLaDA2(nn.Module):
         positions: Tensor,
         *,
         mask: Tensor | None = None,
+        additive: bool = False,
         cache: KVCache | None = None,
         commit: bool = False,
         observer: Observer | None = None,
     ) -> Tensor:
         """Output [B, T, H] of the last layer, before the head; arguments and errors as of `forward`."""
-        if mask is not None and mask.dtype != torch.bool:
+        if mask is not None and additive:
+            mask = mask.to(self.dtype)
+        elif mask is not None and mask.dtype != torch.bool:
             raise TraceError(f"attention mask of {mask.dtype}: must be bool, a number would be added to the scores")
         if commit and cache is None:
             raise TraceError("commit without a cache: pass the cache that is to keep the keys and values")

@@ -50,6 +50,8 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "transformers_version": "4.57.1",
     "use_cache": False,
 }
+# Keys that some files have; the ids are the tokenizer's, with which `tracer.special_ids` compares them.
+SPECIAL_IDS: dict[str, str] = {"mask_token_id": "mask", "mask_id": "mask", "eos_token_id": "eos"}
 MOST_EXPERTS = 10**6  # a hundred times those of any model; all are named before a checkpoint is read
 _BLOCK_ROUTING = ("block_size", "expert_capacity")
 
@@ -156,7 +158,7 @@ class LLaDA2Config:
                 )
         sizes = [field.name for field in fields(cls)]
         _list_keys(where, "missing", [key for key in (*sizes, *_FIXED) if key not in values])
-        known = {*sizes, *_FIXED, *_FIXED_IF_PRESENT, *_WITHOUT_EFFECT, "rotary_dim"}
+        known = {*sizes, *_FIXED, *_FIXED_IF_PRESENT, *_WITHOUT_EFFECT, *SPECIAL_IDS, "bos_token_id", "rotary_dim"}
         _list_keys(where, "unknown", [key for key in values if key not in known])
         for key, allowed in (_FIXED | _FIXED_IF_PRESENT).items():
             if key in values and not any(values[key] == value and _alike(values[key], value) for value in allowed):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tracer.llada2_config import LLaDA2Config
+
+if TYPE_CHECKING:
+    from tracer.mapped_experts import MappedExperts
 
 grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]  # private before 2.10
 
@@ -110,26 +113,14 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(experts, hidden, intermediate))  # [E, H, M]
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Weighted sum of each token's experts.
+        """Weighted sum of each token's experts, as `weighted_sum` has it."""
+        return weighted_sum(x, ids, weights, len(self.w13), self._outputs)
 
-        Args:
-            x: [N, H].
-            ids: Experts of each token, [N, K].
-            weights: fp32, the model's scale applied, [N, K].
-
-        Returns:
-            [N, H] in the dtype of x; summed in fp32, in the order of ids.
-        """
-        num_experts = self.w13.shape[0]
-        sorted_ids, order = ids.flatten().sort(stable=True)
-        ends = torch.searchsorted(
-            sorted_ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True
-        )  # [E]
-        # Repeated before it is permuted: the gradient of a token is then summed over its experts in a fixed order.
-        rows = x.unsqueeze(1).expand(-1, ids.shape[1], -1).flatten(0, 1).index_select(0, order)
-        rows = self._grouped(rows, ends) if self._can_group(rows) else self._one_by_one(rows, ends)
-        rows = torch.empty_like(rows).index_copy(0, order, rows).unflatten(0, ids.shape)
-        return (rows.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    def _outputs(self, rows: Tensor, ends: Tensor) -> Tensor:
+        if self._can_group(rows):
+            return self._grouped(rows, ends)
+        matrices = list(zip(self.w13.unbind(), self.w2.unbind(), strict=True))
+        return one_by_one(rows, ends, matrices.__getitem__)
 
     def _can_group(self, rows: Tensor) -> bool:
         if not rows.is_cuda or self._compute_dtype(rows) != torch.bfloat16:
@@ -147,15 +138,52 @@ class Experts(nn.Module):
         gate, up = grouped_mm(rows.to(dtype), self.w13.to(dtype).transpose(1, 2), offs=ends).chunk(2, dim=-1)
         return grouped_mm(functional.silu(gate) * up, self.w2.to(dtype).transpose(1, 2), offs=ends)
 
-    def _one_by_one(self, rows: Tensor, ends: Tensor) -> Tensor:
-        outputs = []
-        # Split at once: the gradient of each slice on its own would be as long as all rows.
-        parts = rows.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
-        for part, w13, w2 in zip(parts, self.w13.unbind(), self.w2.unbind(), strict=True):
-            if len(part):
-                gate, up = functional.linear(part, w13).chunk(2, dim=-1)
-                outputs.append(functional.linear(functional.silu(gate) * up, w2))
-        return torch.cat(outputs)
+
+def weighted_sum(
+    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, outputs: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Weighted sum of each token's experts.
+
+    Args:
+        x: [N, H].
+        ids: Experts of each token, [N, K].
+        weights: fp32, the model's scale applied, [N, K].
+        num_experts: E.
+        outputs: What the experts make of rows [N * K, H], sorted by expert, of which the last of each expert ends
+            before `ends` [E] int32; [N * K, H].
+
+    Returns:
+        [N, H] in the dtype of x; summed in fp32, in the order of ids.
+    """
+    sorted_ids, order = ids.flatten().sort(stable=True)
+    ends = torch.searchsorted(
+        sorted_ids, torch.arange(num_experts, device=ids.device), right=True, out_int32=True
+    )  # [E]
+    # Repeated before it is permuted: the gradient of a token is then summed over its experts in a fixed order.
+    rows = x.unsqueeze(1).expand(-1, ids.shape[1], -1).flatten(0, 1).index_select(0, order)
+    rows = outputs(rows, ends)
+    rows = torch.empty_like(rows).index_copy(0, order, rows).unflatten(0, ids.shape)
+    return (rows.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def one_by_one(rows: Tensor, ends: Tensor, matrices: Callable[[int], tuple[Tensor, Tensor]]) -> Tensor:
+    """Outputs of rows sorted by expert, one expert after the other.
+
+    Args:
+        rows: [R, H].
+        ends: Where each expert's rows end, [E].
+        matrices: [2M, H], gate rows first, and [H, M] of an expert; asked of those that have rows, in order, and
+            used until the next is asked for.
+    """
+    outputs = []
+    # Split at once: the gradient of each slice on its own would be as long as all rows.
+    parts = rows.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+    for expert, part in enumerate(parts):
+        if len(part):
+            w13, w2 = matrices(expert)
+            gate, up = functional.linear(part, w13).chunk(2, dim=-1)
+            outputs.append(functional.linear(functional.silu(gate) * up, w2))
+    return torch.cat(outputs)
 
 
 class Mlp(nn.Module):
@@ -174,6 +202,8 @@ class Mlp(nn.Module):
 
 class MoeLayer(nn.Module):
     """Gate, routed experts and shared expert."""
+
+    experts: Experts | MappedExperts
 
     def __init__(self, config: LLaDA2Config, expert_bias_dtype: torch.dtype) -> None:
         super().__init__()
