@@ -57,7 +57,7 @@ def context_of(
         TraceError: the record cannot be read, is of another shape, or is of requests that are evaluated.
     """
     shape = reader.metadata.shape
-    context = Context(shape, passes=reader, has_signals=reader.has_signals, seed=seed)
+    context = Context(shape, passes=reader, has_signals=reader.has_signals, lacks=reader.metadata.lacks, seed=seed)
     if calibration not in ("auto", "warmup"):
         path = Path(calibration)
         found = load(path)
@@ -105,10 +105,13 @@ def recorded(readers: Sequence[TraceReader], num_requests: int | None = None) ->
     """The record of the first requests of these traces, one trace after the other; of all requests without a number.
 
     Raises:
-        TraceError: the traces are of several models, hold fewer requests, or no decode forward of these requests alone.
+        TraceError: the traces are of several models, lack gates, hold fewer requests, or no decode forward of these
+            requests alone.
     """
     first, total = readers[0].metadata, sum(reader.num_requests for reader in readers)
-    for reader in readers[1:]:
+    for reader in readers:
+        if "gates" in reader.metadata.lacks:
+            raise TraceError(f"{reader.path}: gates are null in this trace; a record is made of them too")
         if _model(reader.metadata) != _model(first) or reader.metadata.shape != first.shape:
             raise TraceError(f"{reader.path}: is of another model than {readers[0].path}; a record is of one")
     wanted = total if num_requests is None else num_requests

@@ -23,6 +23,16 @@ def generate() -> int | None:
     return _start("oled-generate", "experiments.generate")
 
 
+def import_trace() -> int | None:
+    """Entry point of `oled-import`."""
+    return _start("oled-import", "experiments.import_command")
+
+
+def export_trace() -> int | None:
+    """Entry point of `oled-export`."""
+    return _start("oled-export", "experiments.export_command")
+
+
 def curves() -> int | None:
     """Entry point of `oled-curves`."""
     return _start("oled-curves", "experiments.curves")

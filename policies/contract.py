@@ -159,6 +159,7 @@ class Context:
         calibrate: makes the record of requests that are not evaluated; called once, and only for a policy that asks.
         calibration_passes: of the same requests, where they are at hand; can be iterated repeatedly.
         has_signals: the trace of the run has the table `signals`.
+        lacks: what the trace of the run has as null throughout, as `TraceMetadata.lacks`.
         policy: name of the policy that is being built.
     """
 
@@ -167,8 +168,25 @@ class Context:
     calibrate: Callable[[], Calibration] | None = None
     calibration_passes: Iterable[Pass] = ()
     has_signals: bool = False
+    lacks: frozenset[str] = frozenset()
     seed: int = 0
     policy: str = "the policy"
+
+    def require(self, what: str, because: str = "", instead: str = "") -> None:
+        """Refuse a trace that lacks what the policy reads.
+
+        Args:
+            what: one of `lacks`.
+            because: the knob that asks for it, empty where the policy always does.
+            instead: knobs that do without.
+
+        Raises:
+            PolicyError: with these.
+        """
+        if what in self.lacks:
+            needs = f"{self.policy} {because}".strip()
+            without = f"; {instead} does without" if instead else ""
+            raise PolicyError(f"{needs} needs {what.replace('_', ' ')}, which are null in this trace{without}")
 
     @cached_property
     def calibration(self) -> Calibration:

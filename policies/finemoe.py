@@ -216,6 +216,8 @@ def build(knobs: Knobs, context: Context) -> Policy:
             "table signals, which this trace lacks: proxy-19x256-signals has them; policy.gate_dist=topk_norm "
             "policy.depth=1 policy.fm_store=offline needs none"
         )
+    if distribution == TOPK:
+        context.require("gates", "gate_dist=topk_norm")
     calibration, warnings = None if learns else context.calibration, ()
     if calibration is not None:
         num_maps = len(calibration.map_ids)

@@ -136,8 +136,10 @@ def build(knobs: Knobs, context: Context) -> Policy:
     """The policy with these knobs.
 
     Raises:
-        PolicyError: `misses=oled` without calibration.
+        PolicyError: `misses=oled` without calibration, or neither router scores nor gates.
     """
+    if not context.has_signals:
+        context.require("gates")
     hybrid = knobs.misses == "hss"
     path = miss_path("h2d" if hybrid else knobs.misses, context)
     params = Params(

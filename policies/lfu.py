@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from policies.contract import Context, Policy, PolicyError, plain_plan
 from policies.jit import jit
 from policies.knobs import limit_of, require_choice, require_limit
-from policies.lru import ORDERS, touch
+from policies.lru import ORDERS, require_order, touch
 from policies.misses import MissPath, miss_path, require_misses, serve
 from policies.pool_retention import capacity_of, require_pool, retain
 from policies.retention import nobody_resident
@@ -94,8 +94,9 @@ def build(knobs: Knobs, context: Context) -> Policy:
     """The policy with these knobs.
 
     Raises:
-        PolicyError: `misses=oled` without calibration.
+        PolicyError: `misses=oled` without calibration, or gates that the trace lacks are asked for.
     """
+    require_order(knobs.lru_order, context)
     path = miss_path(knobs.misses, context)
     params = Params(
         knobs.lfu_inc == "n_e", ORDERS.index(knobs.lru_order), path, float(knobs.lfu_decay), limit_of(knobs.max_admit)

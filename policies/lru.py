@@ -118,12 +118,23 @@ def decide(params, state, step, view):
     return plain_plan(transfers, on_cpu, retain(step, view, transfers, state.touches, state.touches, params.max_admit))
 
 
+def require_order(order: str, context: Context) -> None:
+    """Refuse an order of touches that the trace of the run cannot give.
+
+    Raises:
+        PolicyError: `gate`, and it lacks gates.
+    """
+    if order == "gate":
+        context.require("gates", "lru_order=gate", "policy.lru_order=hits_first")
+
+
 def build(knobs: Knobs, context: Context) -> Policy:
     """The policy with these knobs.
 
     Raises:
-        PolicyError: `misses=oled` without calibration.
+        PolicyError: `misses=oled` without calibration, or gates that the trace lacks are asked for.
     """
+    require_order(knobs.lru_order, context)
     path = miss_path(knobs.misses, context)
     params = Params(ORDERS.index(knobs.lru_order), path, limit_of(knobs.max_admit))
 

@@ -51,9 +51,11 @@ def miss_path(misses: str, context: Context) -> MissPath:
     """The path of this name: `h2d` copies every miss, `oled` splits them as OLED-MoE with its default knobs does.
 
     Raises:
-        PolicyError: `oled` without calibration that says what an average expert has to do.
+        PolicyError: `oled` without gates, or without calibration that says what an average expert has to do.
     """
     split = misses == "oled"
+    if split:
+        context.require("gates", "misses=oled", "policy.misses=h2d")
     nbar = tokens_per_expert(context.calibration) if split else 1.0
     return MissPath(split, dispatch_params(DispatchKnobs()), nbar)
 

@@ -149,8 +149,11 @@ def build(knobs: Knobs, context: Context) -> Policy:
 
     Raises:
         PolicyError: `coop` without calibration that decodes, a reading of confidence without the trace of the
-            run, raw gates without signals, or `c_min` above the number of experts.
+            run, raw gates without signals, no gates at all, or `c_min` above the number of experts.
     """
+    if knobs.coop or (knobs.priority and knobs.priority_signal != "order"):
+        context.require("gates", instead="policy.priority=false policy.coop=false")
+    lru.require_order(knobs.lru_order, context)
     if knobs.gate_kind == "raw" and not context.has_signals:
         raise PolicyError(
             "oled: gate_kind=raw needs scores of the table signals, which this trace lacks: proxy-19x256-signals has them"

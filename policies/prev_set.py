@@ -10,7 +10,7 @@ import numpy as np
 from policies.contract import Context, Policy, plain_plan
 from policies.jit import jit
 from policies.knobs import limit_of, require_choice, require_limit
-from policies.lru import ORDERS, init, touch
+from policies.lru import ORDERS, init, require_order, touch
 from policies.retention import best, ids_of, missed_of, with_admitted
 
 
@@ -53,5 +53,10 @@ def decide(params, state, step, view):
 
 
 def build(knobs: Knobs, context: Context) -> Policy:
-    """The policy with these knobs."""
+    """The policy with these knobs.
+
+    Raises:
+        PolicyError: an order by gates, which the trace lacks.
+    """
+    require_order(knobs.lru_order, context)
     return Policy("prev_set", Params(ORDERS.index(knobs.lru_order), limit_of(knobs.max_admit)), init, decide)

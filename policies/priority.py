@@ -48,7 +48,7 @@ def priority(expert_ids, gates, confidence, signal, num_experts):
         num_experts: E.
 
     Raises:
-        PolicyError: a confidence is not known.
+        PolicyError: a confidence, or a gate, is not known.
     """
     sums = np.zeros(num_experts, np.float64)
     total = 0.0
@@ -64,7 +64,7 @@ def priority(expert_ids, gates, confidence, signal, num_experts):
             break
         sure = True
     if np.isnan(total):
-        raise PolicyError("the trace does not know the confidence of a token, which priorities need")
+        raise PolicyError("the trace does not know the confidence of a token, or its gates, which priorities need")
     for expert in range(num_experts):
         sums[expert] /= total
     return sums

@@ -143,7 +143,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
     """The policy with these knobs.
 
     Raises:
-        PolicyError: no calibration for the token table, or no passes to know beforehand.
+        PolicyError: no calibration or no token ids for the token table, or no passes to know beforehand.
     """
     unit, noise = UNITS.index(knobs.sida_unit), knobs.oracle_noise
     foresees = noise is not None
@@ -153,6 +153,7 @@ def build(knobs: Knobs, context: Context) -> Policy:
         if rows.offsets.size == 1:
             raise PolicyError(f"{context.policy} needs the passes of the run, and there are none")
     else:
+        context.require("token_ids", instead="policy.oracle_noise=0")
         token_ids = context.calibration.token_ids
         rows = token_rows(context.calibration, context.shape.top_k)
     warnings: tuple[str, ...] = ()

@@ -148,8 +148,9 @@ def build(knobs: Knobs, context: Context) -> Policy:
     """The policy with these knobs.
 
     Raises:
-        PolicyError: there is no calibration, or `swap_slots` are not one number for each layer.
+        PolicyError: there is no calibration, there are no gates, or `swap_slots` are not one number for each layer.
     """
+    context.require("gates")
     importance = context.calibration.importance
     num_layers, num_experts = importance.shape
     given = np.array(knobs.swap_slots, np.int64)

@@ -65,7 +65,7 @@ def by_signal(stack, signal, forward, counted):
         counted: whether its hits count.
 
     Raises:
-        PolicyError: a confidence that is needed is not known.
+        PolicyError: a confidence, or a gate, that is needed is not known.
     """
     num_layers, num_experts = forward.load.shape
     now = -(forward.number + 1) * num_experts

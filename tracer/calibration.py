@@ -83,8 +83,10 @@ class Calibrator:
         weights = pass_.gates if signals is None else pass_.gates * signals.input_norm[:, :, None]
         self._importance += self._count(cells, weights)
         self._add_maps(pass_)
-        self._loose.append((pass_.token_ids_in.copy(), cells))
-        self._num_loose += pass_.token_ids_in.size
+        known = pass_.token_ids_in >= 0
+        if known.any():
+            self._loose.append((pass_.token_ids_in[known], cells[:, known]))
+            self._num_loose += int(known.sum())
         if self._num_loose > _MAX_LOOSE_TOKENS:
             self._count_loose()
 

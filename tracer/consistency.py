@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracer.checks import Finding, Layout, Place, found_at
-from tracer.schema import ModelShape
+from tracer.schema import ModelShape, TraceMetadata
 from tracer.tables import Columns, Group
 
 MIN_EVIDENCE = 64  # equal ids that a short forward of a small model shows by chance prove nothing
+MIN_STALE = 4  # forwards in a row of equal ids: without gates, one pair may be a token that came twice
 
 
 def check_repeated_rows(group: Group, layout: Layout, shape: ModelShape) -> Iterator[Finding]:
@@ -23,7 +24,7 @@ def check_repeated_rows(group: Group, layout: Layout, shape: ModelShape) -> Iter
     first_token = np.cumsum(size) - size
     rows = np.arange(layout.routing_token.size)
     first_row = rows - (layout.routing_token - first_token[layout.routing_forward])
-    ids, gates = group.routing["expert_ids"], group.routing["gates"]
+    ids, gates = group.routing["expert_ids"], _bits(group.routing["gates"])
     differs = (ids != ids[first_row]).any(axis=1) | (gates != gates[first_row]).any(axis=1)
     num_differing = np.bincount(layout.routing_forward[differs], minlength=size.size)
     enough = (size - 1) * shape.num_layers * shape.top_k >= MIN_EVIDENCE
@@ -34,6 +35,11 @@ def check_repeated_rows(group: Group, layout: Layout, shape: ModelShape) -> Iter
         "tokens that differ in some layer",
         lambda row: f"the same routing for all {size[row]} tokens in every layer",
     )
+
+
+def _bits(gates: NDArray[Any]) -> NDArray[Any]:
+    """Gates to be compared: nulls, which are all the same NaN, are equal."""
+    return gates.view(f"u{gates.itemsize}")
 
 
 class Order:
@@ -96,7 +102,8 @@ class _Forward:
     block: int
     tokens: Columns
     expert_ids: NDArray[Any]  # [L * T, K]
-    gates: NDArray[Any]  # [L * T, K]
+    gates: NDArray[Any]  # [L * T, K] as bits
+    num_equal: int = 0  # forwards before it with the same routing, without a break
 
 
 class Continuity:
@@ -105,8 +112,8 @@ class Continuity:
     A request that was not in the group before is not compared: its arrays are no longer held.
     """
 
-    def __init__(self, shape: ModelShape) -> None:
-        self._shape = shape
+    def __init__(self, metadata: TraceMetadata) -> None:
+        self._shape, self._lacks = metadata.shape, metadata.lacks
         self._last: dict[int, _Forward] = {}
 
     def forget(self) -> None:
@@ -127,32 +134,39 @@ class Continuity:
                 block=int(forwards["block"][row]),
                 tokens={name: values[start:stop] for name, values in group.tokens.items()},
                 expert_ids=group.routing["expert_ids"][rows],
-                gates=group.routing["gates"][rows],
+                gates=_bits(group.routing["gates"])[rows],
             )
             if request in self._last:
-                yield from _check_tokens(self._last[request], now)
-                yield from self._check_stale(self._last[request], now, (int(forwards["pass_id"][row]), request))
+                before = self._last[request]
+                yield from _check_tokens(before, now)
+                if self._is_stale(before, now):
+                    now = replace(now, num_equal=before.num_equal + 1)
+                    yield self._stale(now, (int(forwards["pass_id"][row]), request))
             self._last[request] = now
             seen.add(request)
             start = stop
         self._last = {request: _copy(self._last[request]) for request in seen}
 
-    def _check_stale(self, before: _Forward, now: _Forward, place: tuple[int, int]) -> Iterator[Finding]:
+    def _is_stale(self, before: _Forward, now: _Forward) -> bool:
         comparable = before.expert_ids.shape == now.expert_ids.shape and now.expert_ids.size >= MIN_EVIDENCE
         if not comparable or self._shape.top_k == self._shape.num_experts:
-            return
+            return False
         same_input = all(np.array_equal(before.tokens[name], now.tokens[name]) for name in ("position", "token_id_in"))
         same_ids = np.array_equal(before.expert_ids, now.expert_ids)
-        if not same_input and same_ids and np.array_equal(before.gates, now.gates):
-            found = Place("the routing of the request's previous forward in every layer", *place)
-            what = "stale routing, though the input changed"
-            yield Finding("error", what, "routing that differs in some layer", 1, (found,))
+        return not same_input and same_ids and np.array_equal(before.gates, now.gates)
+
+    def _stale(self, forward: _Forward, place: tuple[int, int]) -> Finding:
+        found = Place("the routing of the request's previous forward in every layer", *place)
+        allowed = "routing that differs in some layer"
+        if "gates" in self._lacks and forward.num_equal + 1 < MIN_STALE:
+            return Finding("warning", "equal routing of two inputs, one after the other", allowed, 1, (found,))
+        return Finding("error", "stale routing, though the input changed", allowed, 1, (found,))
 
 
 def _copy(forward: _Forward) -> _Forward:
     """The same without holding on to the arrays of the group."""
     tokens = {name: values.copy() for name, values in forward.tokens.items()}
-    return _Forward(forward.block, tokens, forward.expert_ids.copy(), forward.gates.copy())
+    return replace(forward, tokens=tokens, expert_ids=forward.expert_ids.copy(), gates=forward.gates.copy())
 
 
 def _check_tokens(before: _Forward, now: _Forward) -> Iterator[Finding]:

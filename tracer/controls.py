@@ -69,7 +69,8 @@ def control_metadata(metadata: TraceMetadata, control: str, seed: int, **setting
         "seed": metadata.seed,
         "details": metadata.details,
     }
-    details = {"control_of": control_of, **settings}
+    kept = {"lacks": metadata.details["lacks"]} if "lacks" in metadata.details else {}
+    details = {"control_of": control_of, **kept, **settings}
     return replace(metadata, source=f"synthetic:{control}", seed=seed, details=details, content_hash="")
 
 

@@ -17,6 +17,7 @@ from tracer import consistency
 from tracer.checks import MAX_PLACES, Finding, Place, lay_out
 from tracer.exchange import put_back
 from tracer.files import Footer, open_groups, read_footer, tables_in
+from tracer.recover import partials_of, recover
 from tracer.schema import SCHEMA_VERSION, TraceError, TraceMetadata
 from tracer.shipped import find_trace
 from tracer.tables import KIND_NAMES, REQUIRED_TABLES, ContentHash, Group
@@ -88,9 +89,14 @@ class Report:
             f"  {len(self.requests)} requests, {self.num_passes} forward passes, {self.num_tokens} tokens over all of them",
             f"  {layers} of {shape.num_experts} experts, top {shape.top_k}",
             f"  forwards: {kinds}",
-            f"  gates in {self.metadata.gate_dtype}, {self.bytes_per_pair:.2f} bytes per (id, gate) pair in routing; "
-            f"{'with' if self.has_signals else 'without'} signals",
+            f"  {self._gates()} pair in routing; {'with' if self.has_signals else 'without'} signals",
+            *([f"  null throughout: {', '.join(sorted(self.metadata.lacks))}"] if self.metadata.lacks else []),
         ]
+
+    def _gates(self) -> str:
+        if self.metadata is None or "gates" in self.metadata.lacks:
+            return f"no gates, {self.bytes_per_pair:.2f} bytes per (id, null)"
+        return f"gates in {self.metadata.gate_dtype}, {self.bytes_per_pair:.2f} bytes per (id, gate)"
 
     def _listing(self, severity: str) -> list[str]:
         lines = []
@@ -149,12 +155,20 @@ def _check_leftovers(report: Report) -> None:
     for kind, advice in (("partial", "an interrupted writer"), ("replaced", "an interrupted overwrite")):
         for left in sorted(directory.parent.glob(f".{escape(directory.name)}.{kind}-*")):
             what = "leftover beside the trace"
-            report.note(what, f"{left}, of {advice}", "none; delete it when no writer is at work", "warning")
+            remedy = (
+                f"`oled-doctor --recover {left}` may have requests of it; " if left in partials_of(directory) else ""
+            )
+            report.note(what, f"{left}, of {advice}", f"none; {remedy}delete it when no writer is at work", "warning")
 
 
 def _footers_agree(report: Report, footers: dict[str, Footer]) -> bool:
     first = next(iter(footers.values()))
     report.metadata = first.metadata
+    recovered = first.metadata.details.get("recovered")
+    if isinstance(recovered, dict):
+        begun = f"; requests {recovered['lost']} had begun" if recovered.get("lost") else ""
+        found = f"{recovered.get('num_requests')} requests that were finished{begun}"
+        report.note("recovered from a recording that was stopped", found, "a recording that came to its end", "warning")
     report.has_signals = "signals" in footers
     report.num_routing_bytes = footers["routing"].num_bytes if "routing" in footers else 0
     agree = True
@@ -174,7 +188,7 @@ def _check_groups(report: Report, footers: dict[str, Footer], whole: bool) -> No
     first = footers["forwards"]
     metadata = first.metadata
     content = ContentHash()
-    order, continuity = consistency.Order(), consistency.Continuity(metadata.shape)
+    order, continuity = consistency.Order(), consistency.Continuity(metadata)
     last_pass = -1
     with open_groups(report.path, metadata, signals="signals" in footers) as read:
         for index in range(len(first.rows)):
@@ -197,7 +211,7 @@ def _check_groups(report: Report, footers: dict[str, Footer], whole: bool) -> No
                 order.forget()
                 continuity.forget()
             else:
-                report.add(check_forwards(group, layout.token_forward, metadata.shape))
+                report.add(check_forwards(group, layout.token_forward, metadata))
                 report.add(consistency.check_repeated_rows(group, layout, metadata.shape))
                 report.add(order.check(group))
                 report.add(continuity.check(group))
@@ -216,19 +230,38 @@ def _check_groups(report: Report, footers: dict[str, Footer], whole: bool) -> No
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`oled-doctor TRACE...`: print a verdict on each trace; returns 1 when one of them has errors, else 0."""
+    """`oled-doctor TRACE...`: print a verdict on each trace; returns 1 when one of them has errors, else 0.
+
+    `oled-doctor --recover PARTIAL` makes a trace of what a stopped writer finished, and prints a verdict on that.
+    """
     parser = argparse.ArgumentParser(prog="oled-doctor", description="Examine traces and say what is wrong with them.")
     parser.add_argument("trace", nargs="+", help="directory of a trace, or the name of a shipped one")
-    names = parser.parse_args(arguments).trace
+    parser.add_argument(
+        "--recover",
+        action="store_true",
+        help="make a trace of the requests that a stopped writer finished: give the .NAME.partial-* that it left, or NAME",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="NAME", help="beside --recover: directory to be made, default NAME"
+    )
+    options = parser.parse_args(arguments)
+    names = options.trace
+    if options.output and not (options.recover and len(names) == 1):
+        parser.error("--output stands beside --recover and one trace")
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths and sources may hold what a terminal cannot show
     status = 0
     for name in names:
         try:
-            report = check(find_trace(name))
+            if options.recover:
+                recovered = recover(Path(name), options.output)
+                print(recovered)
+            report = check(recovered.path if options.recover else find_trace(name))
             print(report)
         except TraceError as error:
-            print(f"oled-doctor: {error}", file=sys.stderr)
+            left = [] if options.recover else partials_of(Path(name))
+            hint = f"; `oled-doctor --recover {left[0]}` may have requests of it" if left else ""
+            print(f"oled-doctor: {error}{hint}", file=sys.stderr)
             status = 1
         except KeyboardInterrupt:
             print("oled-doctor: interrupted", file=sys.stderr)

@@ -110,7 +110,7 @@ def read_footer(directory: Path, table: str) -> Footer:
         raise TraceError(f"{path}: not a whole Parquet file: {first_line(error)}") from error
     if text is None:
         raise TraceError(f"{path}: no oledsim metadata; a trace of format {SCHEMA_VERSION} has it in every file")
-    metadata, num_passes, num_requests = _parse_metadata(path, text)
+    metadata, num_passes, num_requests = parse_metadata(path, text)
     for column in columns_of(table, metadata):
         index = schema.get_field_index(column.name)
         if index < 0:
@@ -124,7 +124,12 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _parse_metadata(path: Path, text: bytes) -> tuple[TraceMetadata, int, int]:
+def parse_metadata(path: Path, text: bytes) -> tuple[TraceMetadata, int, int]:
+    """Metadata as `dump_metadata` wrote it, with the numbers of passes and requests.
+
+    Raises:
+        TraceError: it is not so.
+    """
     try:
         record = json.loads(text, parse_constant=_refuse_constant)
         json.dumps(record, ensure_ascii=False).encode()  # half a character cannot be shown
@@ -143,7 +148,7 @@ def _parse_metadata(path: Path, text: bytes) -> tuple[TraceMetadata, int, int]:
     return metadata, made.num_passes, made.num_requests
 
 
-def _read_group(file: pq.ParquetFile, path: Path, index: int, columns: tuple[Column, ...]) -> Columns:
+def read_group(file: pq.ParquetFile, path: Path, index: int, columns: tuple[Column, ...]) -> Columns:
     """Read one row group.
 
     Raises:
@@ -173,7 +178,7 @@ def open_groups(directory: Path, metadata: TraceMetadata, *, signals: bool) -> I
             }
         except PARQUET_ERRORS as error:
             raise TraceError(f"{directory}: cannot be read: {first_line(error)}") from error
-        yield lambda index: Group(**{t: _read_group(files[t], paths[t], index, columns[t]) for t in tables})
+        yield lambda index: Group(**{t: read_group(files[t], paths[t], index, columns[t]) for t in tables})
 
 
 def first_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.schema import GATE_DTYPES, TraceError
+from tracer.schema import GATE_DTYPES, NO_GATES, TraceError
 
 FIXED_POINT_SUM = 255
 INPUT_SUM_TOLERANCE = 1e-5  # how far from 1 the gates that are to be written may sum
@@ -15,11 +15,13 @@ STORED_SUM_TOLERANCE = {"float32": 2e-5, "float16": 1e-3, "uint8": 0.0}  # of 1,
 
 
 def quantise_gates(gates: NDArray[np.float64], gate_dtype: str) -> NDArray[Any]:
-    """Gates of the last axis, which sum to 1, in the type that they are stored in.
+    """Gates of the last axis, which sum to 1 or are NaN, in the type that they are stored in.
 
     With uint8 each row sums to exactly 255: every gate is rounded down, and what is left goes one by one to the
     gates that lost most, the first of equal ones before the others (largest remainder).
     """
+    if gate_dtype == NO_GATES:
+        return gates.astype(np.float16)
     if gate_dtype not in GATE_DTYPES:
         raise TraceError(f"gate_dtype {gate_dtype!r}: allowed are {', '.join(GATE_DTYPES)}")
     if gate_dtype != "uint8":

@@ -53,7 +53,7 @@ def merged_metadata(traces: Sequence[TraceMetadata], batch: int) -> TraceMetadat
     """Metadata of a batch: what all traces agree on, and under `details.merged` what was merged.
 
     Raises:
-        TraceError: the traces are not of one source, shape, gate_dtype and block length.
+        TraceError: the traces are not of one source, shape, gate_dtype and block length, or lack different things.
     """
     first = traces[0]
     for metadata in traces[1:]:
@@ -62,6 +62,7 @@ def merged_metadata(traces: Sequence[TraceMetadata], batch: int) -> TraceMetadat
             ("gate_dtype", first.gate_dtype, metadata.gate_dtype),
             ("block_length", first.decode.get("block_length"), metadata.decode.get("block_length")),
             ("shape", first.shape, metadata.shape),
+            ("what they lack", sorted(first.lacks), sorted(metadata.lacks)),
         ):
             if one != other:
                 raise TraceError(f"traces to be merged differ in {what}: {one} and {other}")

@@ -13,6 +13,7 @@ from tracer.checks import Layout
 from tracer.gates import INPUT_SUM_TOLERANCE, quantise_gates, restore_gates
 from tracer.schema import (
     MAX_AHEAD_DEPTH,
+    NO_GATES,
     SKETCH_SIZE,
     ForwardKind,
     ModelShape,
@@ -73,7 +74,7 @@ def encode(pass_: Pass, metadata: TraceMetadata) -> Group:
     by_id = np.argsort(ids, axis=1, kind="stable")
     ids = np.take_along_axis(ids, by_id, axis=1)
     gates = np.take_along_axis(pass_.gates.reshape(-1, shape.top_k)[order], by_id, axis=1)
-    _check_routing(ids, gates, keys, shape)
+    _check_routing(ids, gates, keys, metadata)
     forwards = {name: getattr(pass_, field) for name, field in _FORWARD_FIELDS.items()}
     forwards["pass_id"] = np.full(pass_.requests.size, pass_.pass_id)
     forwards["wall_ns"] = np.full(pass_.requests.size, pass_.wall_ns)
@@ -91,7 +92,7 @@ def encode(pass_: Pass, metadata: TraceMetadata) -> Group:
         signals,
     )
     token_forward = np.repeat(np.arange(pass_.requests.size), pass_.num_tokens)
-    for finding in chain(check_rows(group, metadata), check_forwards(group, token_forward, shape)):
+    for finding in chain(check_rows(group, metadata), check_forwards(group, token_forward, metadata)):
         if finding.severity == "error":
             raise TraceError(str(finding))
     return group
@@ -173,7 +174,7 @@ def _check_pass(pass_: Pass, shape: ModelShape) -> None:
         raise TraceError(f"{where}, request {request[falls[0]]}: positions {found}; needs ascending ones")
 
 
-def _check_routing(ids: NDArray[np.int64], gates: NDArray[np.float64], keys: Columns, shape: ModelShape) -> None:
+def _check_routing(ids: NDArray[np.int64], gates: NDArray[np.float64], keys: Columns, metadata: TraceMetadata) -> None:
     """Refuse what the stored types could not even show; `check_rows` sees the rest once it is stored."""
 
     def refuse(bad: NDArray[np.bool_], what: str, values: NDArray[Any], allowed: str) -> None:
@@ -181,8 +182,11 @@ def _check_routing(ids: NDArray[np.int64], gates: NDArray[np.float64], keys: Col
             row = int(bad.argmax())
             raise TraceError(f"{_place(keys, row)}: {what} {values[row].tolist()}; {allowed}")
 
-    last = shape.num_experts - 1
+    last = metadata.shape.num_experts - 1
     refuse((ids[:, 0] < 0) | (ids[:, -1] > last), "expert ids", ids, f"allowed is 0 to {last}")
+    if metadata.gate_dtype == NO_GATES:
+        refuse(~np.isnan(gates).all(axis=1), "gates", gates, "allowed is NaN, as the trace has none")
+        return
     refuse(~np.all(np.isfinite(gates) & (gates >= 0), axis=1), "gates", gates, "allowed are finite ones, 0 or more")
     total = gates.sum(axis=1)
     refuse(np.abs(total - 1) > INPUT_SUM_TOLERANCE, "gates with the sum", total, f"must be 1 ± {INPUT_SUM_TOLERANCE:g}")

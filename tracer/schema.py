@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 SCHEMA_VERSION = 1
 GATE_DTYPES = ("float32", "float16", "uint8")
+NO_GATES = "none"  # gate_dtype of a trace whose gates are null, as of one that was imported without them
 WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4}
 NUM_SCORES = 32  # router scores that `signals` keeps for each token
 NUM_AHEAD = 16  # experts that `signals` keeps for each layer ahead
@@ -116,6 +117,7 @@ _READ_AGAIN: dict[str, tuple[type, ...]] = {
     "decode.block_length": (int,),
     "decode.threshold": _NUMBER,
     "details.checkpoint_hash": (str,),
+    "details.lacks": (list,),
     "details.training": (dict,),
     "details.training.minutes": _NUMBER,
     "details.merged": (dict,),
@@ -150,17 +152,24 @@ class TraceMetadata:
     def __post_init__(self) -> None:
         if self.source.split(":", 1)[0] not in ("model", "proxy", "synthetic", "import") or ":" not in self.source:
             raise TraceError(f"source {self.source!r}: must be model:, proxy:, synthetic: or import: and a name")
-        if self.gate_dtype not in GATE_DTYPES:
-            raise TraceError(f"gate_dtype {self.gate_dtype!r}: allowed are {', '.join(GATE_DTYPES)}")
+        if self.gate_dtype not in (*GATE_DTYPES, NO_GATES):
+            raise TraceError(f"gate_dtype {self.gate_dtype!r}: allowed are {', '.join((*GATE_DTYPES, NO_GATES))}")
         if self.schema_version != SCHEMA_VERSION:
             raise TraceError(f"trace format {self.schema_version}: this version reads format {SCHEMA_VERSION}")
         for path, kinds in _READ_AGAIN.items():
             value = self._at(path)
             if value is not None and not _is_one_of(value, kinds):
                 raise TraceError(f"{path} is {value!r}, must be {_WORDS[kinds]}")
-        hashes = self._at("details.merged.content_hashes") or []
-        if not all(isinstance(content_hash, str) for content_hash in hashes):
-            raise TraceError(f"details.merged.content_hashes is {hashes!r}, must be a list of texts")
+        for path in ("details.merged.content_hashes", "details.lacks"):
+            texts = self._at(path) or []
+            if not all(isinstance(text, str) for text in texts):
+                raise TraceError(f"{path} is {texts!r}, must be a list of texts")
+
+    @property
+    def lacks(self) -> frozenset[str]:
+        """What is null in the whole trace though a traced model would give it: `gates`, `token_ids`, `confidence`."""
+        named = self.details.get("lacks") or ()
+        return frozenset([*named, "gates"] if self.gate_dtype == NO_GATES else named)
 
     def _at(self, path: str) -> Any:
         """The value at a dotted path, None where there is none."""
@@ -203,7 +212,7 @@ class Pass:
     cos_layer_output: NDArray[np.float32]  # [R, L]
     # one entry for each token
     positions: NDArray[np.int64]  # [T] absolute
-    token_ids_in: NDArray[np.int64]  # [T]
+    token_ids_in: NDArray[np.int64]  # [T] -1 where unknown, in a trace that lacks `token_ids`
     is_masked_in: NDArray[np.bool_]  # [T]
     argmax_ids: NDArray[np.int64]  # [T] -1 where unknown
     p_argmax: NDArray[np.float64]  # [T] NaN where unknown
@@ -212,7 +221,7 @@ class Pass:
     edited: NDArray[np.bool_]  # [T]
     # one entry for each MoE layer and token
     expert_ids: NDArray[np.int64]  # [L, T, K]
-    gates: NDArray[np.float64]  # [L, T, K] each row sums to 1
+    gates: NDArray[np.float64]  # [L, T, K] each row sums to 1; NaN in a trace that lacks `gates`
     signals: Signals | None = None
 
     @property

@@ -29,6 +29,7 @@ from tracer.files import (
     tables_in,
     write_options,
 )
+from tracer.journal import JOURNAL, Journal
 from tracer.rows import decode, encode
 from tracer.schema import Pass, TraceError, TraceMetadata
 from tracer.tables import REQUIRED_TABLES, TABLES, Columns, ContentHash, Group, columns_of, to_arrow
@@ -57,18 +58,25 @@ class TraceWriter:
         path: directory to be made; parents are made too.
         metadata: everything but `content_hash`, which is filled in.
         overwrite: replace a trace of that name at the very end; anything that is not a trace is refused.
+        keep_finished: whatever stops the writer, leave its files if a request was finished: `recover` makes a trace of
+            these. `kept` is the directory then. A process that is killed at once always leaves them.
 
     Raises:
         TraceError: the name is taken, a pass cannot be stored, or the disk refuses.
     """
 
-    def __init__(self, path: Path | str, metadata: TraceMetadata, *, overwrite: bool = False) -> None:
+    kept: Path | None = None
+
+    def __init__(
+        self, path: Path | str, metadata: TraceMetadata, *, overwrite: bool = False, keep_finished: bool = False
+    ) -> None:
         self.path = Path(path)
         self._metadata = metadata
         self._overwrite = overwrite
+        self._keep_finished = keep_finished
         put_back(self.path)
         self._check_target()
-        dump_metadata(metadata, 0, 0)  # what JSON cannot hold is refused before the work, not after it
+        text = dump_metadata(metadata, 0, 0)  # what JSON cannot hold is refused before the work, not after it
         self._hash = ContentHash()
         self._pending: list[Group] = []
         self._pending_ids = 0
@@ -78,11 +86,15 @@ class TraceWriter:
         self._last_requests = np.empty(0, np.int64)
         self._num_passes = 0
         self._requests: set[int] = set()
+        self._stored: set[int] = set()  # requests of the row groups that are on disk
+        self._going_on: list[int] = []  # of these, which may have more passes
         self._partial = partial_beside(self.path)
         self._open = True
         try:
             self._partial.mkdir(parents=True)
+            self._journal = Journal(self._partial, text)
         except OSError as error:
+            shutil.rmtree(self._partial, ignore_errors=True)
             raise TraceError(f"{self.path}: cannot make the trace: {first_line(error)}") from error
 
     def __enter__(self) -> Self:
@@ -112,9 +124,9 @@ class TraceWriter:
         except TraceError as error:
             raise TraceError(f"{self.path}: {error}") from error
         num_ids = _num_ids(group)
-        goes_on = np.isin(pass_.requests, self._last_requests).any()
-        if self._pending and (not goes_on or self._pending_ids + num_ids > MAX_GROUP_IDS):
-            self._flush()
+        going_on = np.intersect1d(pass_.requests, self._last_requests)
+        if self._pending and (not going_on.size or self._pending_ids + num_ids > MAX_GROUP_IDS):
+            self._flush(going_on.tolist())
         self._pending.append(group)
         self._pending_ids += num_ids
         self._has_signals = pass_.signals is not None
@@ -130,7 +142,7 @@ class TraceWriter:
         with self._whole_or_gone():
             if not self._num_passes:
                 raise TraceError(f"{self.path}: no pass was written; a trace has one or more")
-            self._flush()
+            self._flush([])
             metadata = replace(self._metadata, content_hash=self._hash.hexdigest())
             text = dump_metadata(metadata, self._num_passes, len(self._requests))
             for table, writer in self._writers.items():
@@ -138,6 +150,8 @@ class TraceWriter:
                 writer.close()
                 with (self._partial / f"{table}.parquet").open("r+b") as file:
                     os.fsync(file.fileno())
+            self._check_target()  # while there are notes still
+            self._journal.close(keep=False)
             _sync_directory(self._partial)
             take_place(self._partial, self.path, self._check_target)
             self._open = False
@@ -155,8 +169,9 @@ class TraceWriter:
         if not _may_be_replaced(self.path):
             raise TraceError(f"{self.path}: is not a trace; only a trace is overwritten")
 
-    def _flush(self) -> None:
-        """Write what is pending as one row group of each table."""
+    def _flush(self, going_on: list[int]) -> None:
+        """Write what is pending as one row group of each table, and note which of its requests may have more."""
+        sizes, num_rows = {}, {}
         with self._whole_or_gone():
             for table in TABLES if self._has_signals else REQUIRED_TABLES:
                 parts: list[Columns] = [getattr(group, table) for group in self._pending]
@@ -167,6 +182,12 @@ class TraceWriter:
                     options = write_options(table, self._metadata)
                     self._writers[table] = pq.ParquetWriter(self._partial / f"{table}.parquet", rows.schema, **options)
                 self._writers[table].write_table(rows, row_group_size=rows.num_rows)
+                sizes[table] = (self._partial / f"{table}.parquet").stat().st_size
+                num_rows[table] = rows.num_rows
+            self._journal.add(sizes, num_rows, going_on)
+        for group in self._pending:
+            self._stored.update(group.forwards["request"].tolist())
+        self._going_on = going_on
         self._pending = []
         self._pending_ids = 0
 
@@ -176,7 +197,10 @@ class TraceWriter:
             yield
         except PARQUET_ERRORS as error:
             self._discard()
-            raise TraceError(f"{self.path}: cannot be written, nothing is kept: {first_line(error)}") from error
+            kept = "nothing is kept"
+            if self.kept:
+                kept = f"`oled-doctor --recover {self.path}` makes a trace of the requests that were finished"
+            raise TraceError(f"{self.path}: cannot be written, {kept}: {first_line(error)}") from error
         except BaseException:
             self._discard()
             raise
@@ -186,7 +210,12 @@ class TraceWriter:
         for writer in self._writers.values():
             with suppress(*PARQUET_ERRORS):  # the error that led here is the one to report
                 writer.close()
-        shutil.rmtree(self._partial, ignore_errors=True)
+        self._journal.close(keep=True)
+        has_finished = bool(self._stored - set(self._going_on))
+        if self._keep_finished and has_finished and (self._partial / JOURNAL).is_file():
+            self.kept = self._partial
+        else:
+            shutil.rmtree(self._partial, ignore_errors=True)
 
 
 def _num_ids(group: Group) -> int:
@@ -265,7 +294,7 @@ class TraceReader:
                     raise TraceError(f"{self.path}: {findings[0]}")
                 for finding in chain(
                     check_rows(group, self.metadata),
-                    check_forwards(group, layout.token_forward, shape),
+                    check_forwards(group, layout.token_forward, self.metadata),
                     order.check(group),
                 ):
                     if finding.severity == "error":

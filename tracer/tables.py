@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tracer.schema import (
     MAX_AHEAD_DEPTH,
+    NO_GATES,
     NUM_AHEAD,
     NUM_SCORES,
     SCHEMA_VERSION,
@@ -53,7 +54,7 @@ _NUMPY = {
     pa.float32(): np.float32,
     _KIND_TYPE: np.int8,
 }
-_FLOATS = {"float32": pa.float32(), "float16": pa.float16(), "uint8": pa.uint8()}
+_FLOATS = {"float32": pa.float32(), "float16": pa.float16(), "uint8": pa.uint8(), NO_GATES: pa.float16()}
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,11 @@ class Column:
 
 def columns_of(table: str, metadata: TraceMetadata) -> tuple[Column, ...]:
     """Columns of one table, in order."""
-    return _columns(table, metadata.shape, metadata.gate_dtype)
+    return _columns(table, metadata.shape, metadata.gate_dtype, "token_ids" in metadata.lacks)
 
 
 @cache
-def _columns(table: str, shape: ModelShape, gate_dtype: str) -> tuple[Column, ...]:
+def _columns(table: str, shape: ModelShape, gate_dtype: str, lacks_token_ids: bool) -> tuple[Column, ...]:
     gate = _FLOATS[gate_dtype]
     keys = (Column("pass_id", pa.int32()), Column("request", pa.int32()))
     layer_keys = (*keys, Column("layer", pa.int32()), Column("position", pa.int32()))
@@ -118,7 +119,7 @@ def _columns(table: str, shape: ModelShape, gate_dtype: str) -> tuple[Column, ..
         return (
             *keys,
             Column("position", pa.int32()),
-            Column("token_id_in", pa.int32()),
+            Column("token_id_in", pa.int32(), nullable=lacks_token_ids),
             Column("is_masked_in", pa.bool_()),
             Column("argmax_id", pa.int32(), nullable=True),
             Column("p_argmax", pa.float32(), nullable=True),
@@ -127,7 +128,8 @@ def _columns(table: str, shape: ModelShape, gate_dtype: str) -> tuple[Column, ..
             Column("edited", pa.bool_()),
         )
     if table == "routing":
-        return (*layer_keys, Column("expert_ids", pa.uint16(), shape.top_k), Column("gates", gate, shape.top_k))
+        gates = Column("gates", gate, shape.top_k, nullable=gate_dtype == NO_GATES)
+        return (*layer_keys, Column("expert_ids", pa.uint16(), shape.top_k), gates)
     return (
         *layer_keys,
         Column("score_ids", pa.uint16(), num_scores),

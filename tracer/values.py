@@ -8,7 +8,7 @@ import numpy as np
 
 from tracer.checks import Finding, Index, found_at
 from tracer.gates import FIXED_POINT_SUM, STORED_SUM_TOLERANCE
-from tracer.schema import ForwardKind, ModelShape, TraceMetadata
+from tracer.schema import NO_GATES, ForwardKind, TraceMetadata
 from tracer.tables import AHEAD_COLUMNS, Columns, Group
 
 MAX_PROBABILITY = 1 + 1e-6  # a softmax in 32 bits may end just above 1
@@ -46,7 +46,8 @@ def check_rows(group: Group, metadata: TraceMetadata) -> Iterator[Finding]:
         yield from found_at(
             unsorted & ~twice, routing, "expert ids unsorted", "ascending ids", lambda row: ids[row].tolist()
         )
-    yield from _check_gates(routing, metadata.gate_dtype)
+    if metadata.gate_dtype != NO_GATES:
+        yield from _check_gates(routing, metadata.gate_dtype)
     if group.signals is not None:
         yield from _check_signals(group.routing, group.signals, metadata)
 
@@ -114,7 +115,7 @@ def _check_signals(routing: Columns, signals: Columns, metadata: TraceMetadata) 
         )
 
 
-def check_forwards(group: Group, token_forward: Index, shape: ModelShape) -> Iterator[Finding]:
+def check_forwards(group: Group, token_forward: Index, metadata: TraceMetadata) -> Iterator[Finding]:
     """Check each forward of a group by itself, with its tokens; `token_forward` has each token's row of forwards."""
     forwards, tokens = group.forwards, group.tokens
     yield from _check_masks(forwards, tokens, token_forward)
@@ -126,8 +127,9 @@ def check_forwards(group: Group, token_forward: Index, shape: ModelShape) -> Ite
     yield from found_at(
         masked_p, tokens, "p_current of a mask", "null", lambda row: tokens["p_current"][row], "warning"
     )
-    last_id = (shape.vocab or 1 << 31) - 1
-    for name, least in (("token_id_in", 0), ("argmax_id", -1)):  # -1 stands for null
+    last_id = (metadata.shape.vocab or 1 << 31) - 1
+    least_in = -1 if "token_ids" in metadata.lacks else 0
+    for name, least in (("token_id_in", least_in), ("argmax_id", -1)):  # -1 stands for null
         ids = tokens[name]
         outside = (ids < least) | (ids > last_id)
         yield from found_at(
