@@ -88,7 +88,7 @@ def measure(simulated: Path, output: Path, slower: Callable[[NDArray[np.int64]],
 
     def changed(values: pl.Series) -> pl.Series:
         if values.dtype == pl.List:
-            inner = values.explode(empty_as_null=False)
+            inner = values.explode().drop_nulls()
             lengths = values.list.len()
             flat = pl.Series(values=slower(inner.to_numpy()).round().astype(np.int64))
             groups = pl.DataFrame({"row": np.repeat(np.arange(len(values)), lengths.to_numpy()), "value": flat})
