@@ -38,6 +38,11 @@ def curves() -> int | None:
     return _start("oled-curves", "experiments.curves")
 
 
+def replay() -> int | None:
+    """Entry point of `oled-replay`."""
+    return _start("oled-replay", "experiments.replay_command")
+
+
 def calibrate() -> int | None:
     """Entry point of `oled-calibrate`."""
     return _start("oled-calibrate", "experiments.calibrate")

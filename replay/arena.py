@@ -68,6 +68,7 @@ class Arena:
         padding: experts' worth of bytes that can be read beyond any expert: the largest factor of copies, less one.
         pinned: whether the GPU can read it directly.
         allow_pageable: go on with pageable memory where it cannot be pinned; `is_pinned` tells.
+        progress: told of the bytes that were taken, of those of `budget`.
 
     Raises:
         ProfileError: there is not so much memory, or not so much may be pinned.
@@ -83,6 +84,7 @@ class Arena:
         padding: int = 0,
         pinned: bool = False,
         allow_pageable: bool = False,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         total = num_layers * num_experts
         self.num_distinct = total if num_distinct is None else num_distinct
@@ -92,6 +94,7 @@ class Arena:
         _require_room(self.budget)
         self.is_pinned = pinned
         self._chunks: list[Tensor] = []
+        self._progress = progress or _ignore
         try:
             self._allocate(pinned)
         except RuntimeError as error:
@@ -102,23 +105,16 @@ class Arena:
             if not allow_pageable:
                 raise ProfileError(
                     f"{self.budget} of host memory could not be pinned: {_first(error)}; raise the limit (ulimit -l), "
-                    "let fewer experts be distinct, or allow pageable memory"
+                    "let fewer experts be distinct (distinct_experts), or allow pageable memory (allow_pageable)"
                 ) from None
             self.is_pinned = False
             self._allocate(False)
-        self._num_layers, self._num_experts, self._padding = num_layers, num_experts, padding
+        self.padding = padding
         per_chunk = LARGEST_CHUNK // (2 * expert_numel) - padding
         self._places = [divmod(i, per_chunk) for i in range(self.num_distinct)]
-        self.experts = self.sources(1)  # [L][E]
-
-    def sources(self, factor: int) -> list[list[Tensor]]:
-        """What a copy of each expert, [L][E], reads: it, and what follows it up to `factor` times its size."""
-        if factor > 1 + self._padding:
-            raise ProfileError(f"copies of {factor} experts' size: the arena was made for {1 + self._padding} at most")
-        flat = [self._at(i, self.budget.expert_bytes // 2, factor - 1) for i in range(self.num_distinct)]
-        total = self._num_layers * self._num_experts
+        flat = [self._at(i, expert_numel) for i in range(self.num_distinct)]
         every = [flat[i % self.num_distinct] for i in range(total)]
-        return [every[i : i + self._num_experts] for i in range(0, total, self._num_experts)]
+        self.experts = [every[i : i + num_experts] for i in range(0, total, num_experts)]  # [L][E]
 
     def fill(self, seed: int = 0, progress: Callable[[int], None] | None = None) -> None:
         """Draw weights, all distinct: one block of random numbers, turned by another length for each expert.
@@ -130,7 +126,7 @@ class Arena:
         numel = self.budget.expert_bytes // 2
         block = torch.randn(numel, generator=torch.Generator().manual_seed(seed)).mul_(_BLOCK_STD).to(torch.bfloat16)
         for i in range(self.num_distinct):
-            expert = self._at(i, numel, 0)
+            expert = self._at(i, numel)
             turn = i * 7919 % numel
             expert[: numel - turn].copy_(block[turn:])
             expert[numel - turn :].copy_(block[:turn])
@@ -140,10 +136,11 @@ class Arena:
     def _allocate(self, pinned: bool) -> None:
         for num_bytes in self.budget.chunks:
             self._chunks.append(torch.empty(num_bytes // 2, dtype=torch.bfloat16, pin_memory=pinned))
+            self._progress(num_bytes)
 
-    def _at(self, index: int, numel: int, padding: int) -> Tensor:
+    def _at(self, index: int, numel: int) -> Tensor:
         chunk, place = self._places[index]
-        return self._chunks[chunk][place * numel : (place + 1 + padding) * numel]
+        return self._chunks[chunk][place * numel : (place + 1) * numel]
 
 
 def _require_room(budget: Budget) -> None:
@@ -151,7 +148,7 @@ def _require_room(budget: Budget) -> None:
     available = available_bytes()
     if available is not None and budget.num_bytes > available:
         raise ProfileError(
-            f"{budget} of host memory are needed, {available / MIB:.0f} MiB are available; let fewer experts be distinct"
+            f"{budget} of host memory are needed, {available / MIB:.0f} MiB are available; let fewer experts be distinct (distinct_experts)"
         )
 
 
@@ -177,6 +174,10 @@ def _clear_pending_error() -> None:
     """Take back the error that a failed pinning leaves behind, which the next kernel would report as its own."""
     if torch.cuda.is_available():
         torch.cuda.cudart().cudaGetLastError()
+
+
+def _ignore(_: int) -> None:
+    pass
 
 
 def _first(error: BaseException) -> str:

@@ -30,7 +30,9 @@ def read_link(device: torch.device) -> LinkState | None:
     return _from_nvml(uuid) or _from_nvidia_smi(uuid)
 
 
-def check_link(before: LinkState | None, after: LinkState | None, *, allow_slow: bool = False) -> None:
+def check_link(
+    before: LinkState | None, after: LinkState | None, *, allow_slow: bool = False, key: str = "--slow-link"
+) -> None:
     """Refuse measurements over a link that changed meanwhile, or that runs below what it could.
 
     Both states are to be read while copies run, since an idle link is trained down.
@@ -39,6 +41,7 @@ def check_link(before: LinkState | None, after: LinkState | None, *, allow_slow:
         before: None where it cannot be told.
         after: likewise.
         allow_slow: take a link that is slower than GPU and slot allow.
+        key: that allows it, for the message.
 
     Raises:
         ProfileError: the link changed, or is slower than GPU and slot allow.
@@ -50,7 +53,7 @@ def check_link(before: LinkState | None, after: LinkState | None, *, allow_slow:
     if (after.generation, after.width) != (after.max_generation, after.max_width):
         raise ProfileError(
             f"the link runs at {after} while it is busy, and could at PCIe {after.max_generation}.0 x{after.max_width}: "
-            "it has trained down; seat the card anew or look for errors of the link, or allow it with --slow-link"
+            f"it has trained down; seat the card anew or look for errors of the link, or allow it with {key}"
         )
 
 

@@ -99,6 +99,10 @@ class Machine:
         self.extents = [Extent.of(pass_) for pass_ in passes]
         shape, where = layout.shape, device.torch_device
         num_tokens, top_k = max(extent.total for extent in self.extents), layout.top_k
+        if arena.padding < layout.most_h2d_bytes_factor - 1:
+            raise ProfileError(
+                f"copies of {layout.most_h2d_bytes_factor} experts' size: the arena was made for {1 + arena.padding} at most"
+            )
         _require_room(layout, where)
         self._slot_numel = layout.most_h2d_bytes_factor * layout.expert_numel
         slots = torch.zeros(layout.num_slots, self._slot_numel, dtype=torch.bfloat16, device=where)

@@ -1,0 +1,212 @@
+"""The machine of replays: experts in host memory and kernels on the device, kept from one run to the next."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from experiments.errors import ConfigError
+from experiments.replay_config import GENERATED, Conditions
+from policies.profile import HardwareProfile
+from replay.arena import MIB, Arena, plan_arena
+from replay.calibrate import machine_of
+from replay.checkpoint_experts import check_checkpoint, load_experts
+from replay.cpu_kernel import MULTIPLE
+from replay.device import open_device
+from replay.link_state import LinkState, check_link, read_link
+from replay.machine import FACTORS, Layout, Machine, num_steps
+from tracer.schema import ModelShape, Pass
+
+_BUSY_COPIES = 300  # while the state of the link is read
+
+
+class Facts(NamedTuple):
+    """What results say of the machine, beside the conditions that were asked for."""
+
+    device: str
+    machine: str
+    is_pinned: bool
+    cpu_kernel: str
+    num_distinct_experts: int
+
+
+class Workshop:
+    """Makes machines, and keeps the last one as long as runs fit it; experts in host memory outlive machines."""
+
+    def __init__(self) -> None:
+        self._arena: Arena | None = None
+        self._machine: Machine | None = None
+        self._made: tuple[object, object] = (None, None)  # what the arena, and the machine, were made for
+        self._text = ""
+
+    def machine(
+        self,
+        passes: Sequence[Pass],
+        traced: ModelShape,
+        shape: ModelShape,
+        num_slots: int,
+        profile: HardwareProfile,
+        conditions: Conditions,
+        has_bars: bool,
+    ) -> tuple[Machine, Facts]:
+        """A machine for these passes, set to the conditions.
+
+        Args:
+            passes: of the run.
+            traced: shape of the traced model.
+            shape: sizes that are run.
+            num_slots: of all layers, staging included.
+            profile: says how the CPU computes.
+            conditions: of the run.
+            has_bars: show on stderr how far it is.
+
+        Raises:
+            ConfigError: there is no such device.
+            ProfileError: memory is short on host or device, or cannot be pinned, or the link has trained down.
+            TraceError: the checkpoint cannot be read, or is of another shape.
+        """
+        device = _device(conditions.device)
+        sizes = device, traced.num_layers, traced.num_experts, shape.hidden, shape.expert_intermediate
+        of_arena = sizes, conditions.weights, conditions.distinct_experts, conditions.allow_pageable
+        runs = of_arena, shape, traced.top_k, tuple(id(one.expert_ids) for one in passes), _cpu(profile, shape)
+        fits = self._machine is not None and self._made[1] == (runs, profile.transfer_chunk)
+        factor = conditions.h2d_bytes_factor
+        if not fits or self._layout.num_slots < num_slots or self._layout.most_h2d_bytes_factor < factor:
+            self._close_machine()
+            self._make(passes, traced, shape, num_slots, profile, conditions, device, of_arena, has_bars)
+            self._made = of_arena, (runs, profile.transfer_chunk)
+        machine = self._machine
+        assert machine is not None
+        machine.set_factor(factor)
+        arena = machine.arena
+        return machine, Facts(device, self._text, arena.is_pinned, machine.layout.cpu_kernel, arena.num_distinct)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._close_machine()
+        self._arena, self._made = None, (None, None)
+
+    @property
+    def _layout(self) -> Layout:
+        assert self._machine is not None
+        return self._machine.layout
+
+    def _close_machine(self) -> None:
+        if self._machine is not None:
+            machine, self._machine = self._machine, None
+            machine.close()
+
+    def _make(
+        self,
+        passes: Sequence[Pass],
+        traced: ModelShape,
+        shape: ModelShape,
+        num_slots: int,
+        profile: HardwareProfile,
+        conditions: Conditions,
+        device: str,
+        of_arena: object,
+        has_bars: bool,
+    ) -> None:
+        kernel, workers = _cpu(profile, shape)
+        layout = Layout(
+            *(shape, traced.num_layers, traced.num_experts, traced.top_k, num_slots, profile.transfer_chunk),
+            most_h2d_bytes_factor=conditions.h2d_bytes_factor,
+            cpu_workers=workers,
+            cpu_kernel=kernel,
+        )
+        arena = self._arena if self._made[0] == of_arena else None
+        if arena is None or arena.padding < conditions.h2d_bytes_factor - 1:
+            self._arena = arena = None  # before there is another
+            self._arena = arena = _arena(layout, shape, conditions, device, has_bars)
+        opened = open_device(device)
+        try:
+            with _bar("getting ready", num_steps(passes, traced.num_layers), "layer", has_bars) as progress:
+                self._machine = Machine(layout, opened, arena, passes, progress)
+        except BaseException:
+            opened.close()
+            raise
+        link = link_of(self._machine)
+        check_link(link, link, allow_slow=conditions.slow_link, key="slow_link=true")
+        self._text = machine_of(self._machine.device.torch_device, link)
+
+
+@cache
+def of_this_process() -> Workshop:
+    """The one that the cells of a multirun share."""
+    return Workshop()
+
+
+def link_of(machine: Machine) -> LinkState | None:
+    """The state of the PCIe link while it is busy; None without one."""
+    device = machine.device
+    if device.torch_device.type != "cuda":
+        return None
+    for number in range(_BUSY_COPIES):
+        machine.load(0, number % machine.layout.num_experts, 0)
+    state = read_link(device.torch_device)
+    device.synchronize()
+    return state
+
+
+def _device(name: str | None) -> str:
+    has_cuda = torch.cuda.is_available()
+    if name is None:
+        return "cuda" if has_cuda else "cpu"
+    if name.startswith("cuda") and not has_cuda:
+        raise ConfigError(f"device={name}: PyTorch finds no CUDA device; device=cpu runs on this machine without one")
+    number, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
+    if name.startswith("cuda") and number >= count:
+        raise ConfigError(f"device={name}: there are {count}, the last is cuda:{count - 1}")
+    return name
+
+
+def _cpu(profile: HardwareProfile, shape: ModelShape) -> tuple[str, int]:
+    """Kernel and workers of the CPU: those that the profile was measured with, where they go together with this run."""
+    fits = shape.hidden % MULTIPLE == 0 and shape.expert_intermediate % MULTIPLE == 0
+    cores = len(os.sched_getaffinity(0))
+    return (profile.cpu_kernel or "rows") if fits else "onednn", min(profile.cpu_workers, max(1, cores - 1))
+
+
+def _arena(layout: Layout, shape: ModelShape, conditions: Conditions, device: str, has_bars: bool) -> Arena:
+    of_model = conditions.weights != GENERATED
+    if of_model:
+        if conditions.distinct_experts is not None:
+            raise ConfigError("distinct_experts: with the experts of a checkpoint all are distinct; must be null")
+        check_checkpoint(Path(conditions.weights), shape)
+    total = layout.num_layers * layout.num_experts
+    num_distinct, padding = conditions.distinct_experts, FACTORS[-1] - 1
+    budget = plan_arena(num_distinct or total, 2 * layout.expert_numel, padding)
+    with _bar("pinning", budget.num_bytes // MIB, "MiB", has_bars) as progress:
+        arena = Arena(
+            *(layout.num_layers, layout.num_experts, layout.expert_numel),
+            num_distinct=num_distinct,
+            padding=padding,
+            pinned=device != "cpu",
+            allow_pageable=conditions.allow_pageable,
+            progress=lambda num_bytes: progress(num_bytes // MIB),
+        )
+    with _bar("filling", arena.num_distinct, "expert", has_bars) as progress:
+        if of_model:
+            load_experts(arena, Path(conditions.weights), shape, progress)
+        else:
+            arena.fill(progress=progress)
+    return arena
+
+
+@contextmanager
+def _bar(what: str, total: int, unit: str, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    with tqdm(total=total, desc=what, unit=unit, disable=not (is_shown and sys.stderr.isatty()), leave=False) as bar:
+        yield lambda count: None if bar.disable else _ignore(bar.update(count))
+
+
+def _ignore(_: object) -> None:
+    pass

@@ -1,0 +1,275 @@
+"""`oled-replay` without a GPU, as its users call it: results as the simulator's, and what happens where it cannot run."""
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from commands import Finished, command
+from llada2_models import TINY
+from replayed import small_shape
+from strategies import metadata_for, random_passes
+
+import replay.arena
+import replay.machine
+from experiments import replay_machine, replay_result, simulate_command
+from experiments.replay_command import main
+from policies.profile import ProfileError
+from replay.arena import Arena
+from replay.asking import Asking
+from replay.checkpoint_experts import load_experts
+from replay.cpu_experts import instructions
+from replay.link_state import LinkState
+from replay.machine import Layout
+from tracer.checkpoint import save
+from tracer.llada2 import LLaDA2
+from tracer.llada2_config import LLaDA2Config
+from tracer.schema import TraceError
+from tracer.store import TraceWriter
+
+FILES = {"summary.json", "result.parquet", "decisions.parquet", "manifest.json"}
+LAYERS, EXPERTS, TOP_K = 3, 16, 4
+
+
+@pytest.fixture(scope="session")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "small.trace"
+    rng = np.random.default_rng(3)
+    _, passes = random_passes(rng, num_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K, num_requests=4, batch=2)
+    with TraceWriter(path, metadata_for(small_shape(LAYERS, EXPERTS, TOP_K))) as writer:
+        for item in passes:
+            writer.write(item)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(trace: Path, *arguments: str) -> Finished:
+    """Run the command into ./out on this machine without a GPU."""
+    return command(main, f"trace={trace}", "device=cpu", "output.dir=out", "cache.slots_per_layer=6", *arguments)
+
+
+def results(directory: str = "out") -> tuple[dict, dict]:
+    summary, manifest = (json.loads((Path(directory) / name).read_text()) for name in ("summary.json", "manifest.json"))
+    return summary, manifest
+
+
+def test_a_replay_writes_what_a_simulation_writes_and_decides_the_same(trace: Path) -> None:
+    done = run(trace, "policy=oled", "warmup_requests=2")
+    assert (done.code, done.err) == (0, "")
+    keys = f"trace={trace}", "policy=oled", "warmup_requests=2", "cache.slots_per_layer=6", "hardware=h200"
+    assert command(simulate_command.main, *keys, "output.dir=simulated").code == 0
+    assert {path.name for path in Path("out").iterdir()} == FILES
+    replayed, manifest = results()
+    simulated, _ = results("simulated")
+    assert tuple(replayed)[: len(simulated)] == tuple(simulated)
+    assert replayed["decision_hash"] == simulated["decision_hash"]
+    assert replayed["tpot_ms"] > 0
+    about = {key: replayed[key] for key in ("engine", "mode", "device", "h2d_bytes_factor", "is_pinned", "cpu_kernel")}
+    assert about == {
+        "engine": "replay",
+        "mode": "closed",
+        "device": "cpu",
+        "h2d_bytes_factor": 1,
+        "is_pinned": False,
+        "cpu_kernel": "rows",
+    }
+    assert replayed["num_distinct_experts"] == LAYERS * EXPERTS
+    assert replayed["host_us_per_layer"] > replayed["lead_us_per_layer"] > 0
+    assert replayed["decide_us_per_layer"] > 0
+    assert "no GPU, memory copied to memory" in replayed["machine"]
+    assert instructions() in replayed["machine"]
+    assert manifest["config"]["engine"] == "replay"
+    tables = [pl.read_parquet(Path(name) / "result.parquet") for name in ("out", "simulated")]
+    assert tables[0].schema == tables[1].schema
+    for column in ("pass_id", "kind", "warmup", "requests", "num_hits", "num_transfers", "num_on_cpu"):
+        assert tables[0][column].equals(tables[1][column])
+    assert "replayed with real copies of 1 x the bytes, mode closed, device cpu" in " ".join(done.out.split())
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("policy", ["lru", "ktransformers"])
+def test_open_mode_executes_what_the_simulator_decides(trace: Path, policy: str) -> None:
+    assert run(trace, f"policy={policy}", "warmup_requests=2", "mode=open", "h2d_bytes_factor=2").code == 0
+    opened, _ = results()
+    assert (opened["mode"], opened["policy"], opened["h2d_bytes_factor"]) == ("open", policy, 2)
+    assert run(trace, f"policy={policy}", "warmup_requests=2", "output.overwrite=true").code == 0
+    assert results()[0]["decision_hash"] == opened["decision_hash"]
+
+
+def test_a_log_is_executed(trace: Path) -> None:
+    assert run(trace, "policy=lru", "warmup_requests=2").code == 0
+    decided = results()[0]["decision_hash"]
+    log = Path("out/decisions.parquet").rename("mine.parquet")
+    keys = "policy=log", f"policy.path={log}", "warmup_requests=2", "output.overwrite=true", "mode=open"
+    assert run(trace, *keys).code == 0
+    assert results()[0]["decision_hash"] == decided
+
+
+def test_a_grid_runs_on_one_machine_and_goes_on_where_it_stopped(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Counted(Arena):
+        def __init__(self, *arguments, **options) -> None:
+            made.append(arguments)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(replay_machine, "Arena", Counted)
+    keys = "-m", "policy=lru,full", "warmup_requests=2", "h2d_bytes_factor=1,2", "repeat=0,1", "forwards=12"
+    done = run(trace, *keys)
+    assert done.code == 0, done.err
+    table = pl.read_parquet("out/sweep.parquet")
+    assert sorted(zip(table["policy"], table["h2d_bytes_factor"], table["repeat"], strict=True)) == sorted(
+        (policy, factor, repeat) for policy in ("lru", "full") for factor in (1, 2) for repeat in (0, 1)
+    )
+    assert table["engine"].unique().to_list() == ["replay"]
+    assert table["num_forwards"].unique().to_list() == [12]
+    assert len(made) == 1
+    assert run(trace, *keys).code == 0
+    assert len(made) == 1  # nothing was left to run
+
+
+def test_a_cell_that_fails_leaves_the_machine_to_the_next(trace: Path) -> None:
+    done = run(trace, "-m", "policy=ideal_free,lru", "warmup_requests=2", "forwards=12")
+    assert done.code == 1
+    assert "ideal_free places experts at no cost, which no hardware does; simulate it" in " ".join(done.err.split())
+    assert pl.read_parquet("out/sweep.parquet")["policy"].to_list() == ["lru"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mode=live"], "mode is live, allowed are closed, open"),
+        (["h2d_bytes_factor=3"], "h2d_bytes_factor is 3, allowed are 1, 2, 4"),
+        (["engine=des"], "engine is des, allowed are replay"),
+        (["forwards=0"], "forwards is 0, must be 1 or more, or null for all"),
+        (["distinct_experts=100"], "100 distinct experts: must be 1 to 48, those of all layers"),
+        (["device=tpu"], "device is tpu, allowed are cuda, cuda:N and cpu"),
+        (["forwards=1", "warmup_requests=2"], "all of them warm-up (warmup_requests=2): must be more"),
+        (["expert_dtype=fp8"], "expert_dtype is fp8: replays copy and compute bfloat16 alone"),
+        (["staging_slots=2"], "staging_slots is 2, must be at least 4, one chunk of transfers"),
+        (["output.timeline=true"], "oled-compare draws the timelines of replays"),
+        (["policy=ideal_free"], "ideal_free places experts at no cost, which no hardware does; simulate it"),
+        (["weights=nowhere"], "nowhere: no config.json; a checkpoint directory holds"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_one_line(trace: Path, arguments: list[str], message: str) -> None:
+    done = run(trace, "policy=lru", *arguments)
+    assert done.code == 2
+    assert done.err.startswith("oled-replay: error: ")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert not Path("out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_a_gpu_that_is_not_there_is_named(trace: Path) -> None:
+    done = run(trace, "policy=lru", "warmup_requests=2", "device=cuda")
+    assert (done.code, Path("out").exists()) == (2, False)
+    assert "device=cuda: PyTorch finds no CUDA device; device=cpu runs on this machine without one" in done.err
+
+
+# Faults
+
+
+def test_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def refuse(*sizes: int, pin_memory: bool = False, **options) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nmore lines")
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(replay.arena.torch, "empty", refuse)
+    with pytest.raises(
+        ProfileError,
+        match=r"16 experts of 1 MiB: 16 MiB in 1 chunks of host memory could not be pinned: CUDA error: out of memory; raise the limit .*allow_pageable",
+    ):
+        Arena(1, 16, 2**19, pinned=True)
+    assert not Arena(1, 16, 2**19, pinned=True, allow_pageable=True).is_pinned
+
+
+def test_a_run_in_pageable_memory_says_so() -> None:
+    facts = replay_machine.Facts("cuda", "a box", False, "rows", 48)
+    measured = replay_result.Measured(None, None, facts, 1)  # type: ignore[arg-type]
+    assert "experts lie in memory that could not be pinned, from where copies are slower" in replay_result.fallbacks(
+        measured
+    )
+
+
+def test_too_little_host_memory(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay.arena, "available_bytes", lambda: 2**18)
+    done = run(trace, "policy=lru", "warmup_requests=2")
+    assert (done.code, Path("out").exists()) == (2, False)
+    assert "48 experts of 0.01172 MiB: 1 MiB in 1 chunks of host memory are needed, 0 MiB are available" in done.err
+
+
+def test_too_little_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (2**30, 2**37))
+    layout = Layout(small_shape(3, 256, 8, hidden=1024), 3, 256, 8, 400, 4)
+    message = (
+        r"400 slots of 3 MiB need 1200 MiB of GPU memory, 1024 MiB are free: at most 341 slots fit, staging included"
+    )
+    with pytest.raises(ProfileError, match=message):
+        replay.machine._require_room(layout, torch.device("cuda"))
+
+
+def test_a_cpu_without_matrix_instructions_is_noted(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "no AMX and no AVX-512 BF16, float32 arithmetic"
+    monkeypatch.setattr(replay_result, "instructions", lambda: words)
+    assert run(trace, "policy=ktransformers", "warmup_requests=2", "forwards=12").code == 0
+    assert f"experts on the CPU are computed with {words}" in results()[0]["warnings"]
+
+
+def test_a_link_that_trained_down(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_machine, "link_of", lambda machine: LinkState(1, 16, 5, 16))
+    done = run(trace, "policy=lru", "warmup_requests=2", "forwards=12")
+    assert (done.code, Path("out").exists()) == (2, False)
+    assert "the link runs at PCIe 1.0 x16 while it is busy, and could at PCIe 5.0 x16" in done.err
+    assert "or allow it with slow_link=true" in done.err
+    assert run(trace, "policy=lru", "warmup_requests=2", "forwards=12", "slow_link=true").code == 0
+
+
+def test_an_interrupt_in_the_middle_leaves_nothing(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decide, asked = Asking.decide, []
+
+    def interrupted(self: Asking, *arguments) -> object:
+        asked.append(arguments)
+        if len(asked) == 40:
+            raise KeyboardInterrupt
+        return decide(self, *arguments)
+
+    monkeypatch.setattr(Asking, "decide", interrupted)
+    done = run(trace, "policy=ktransformers", "warmup_requests=2")
+    assert (done.code, done.err) == (130, "oled-replay: interrupted\n")
+    assert list(Path().iterdir()) == []
+    assert not {"copies", "cpu-experts"} & {thread.name for thread in threading.enumerate()}
+
+
+# Weights
+
+
+def test_a_checkpoints_own_experts(tmp_path: Path) -> None:
+    config = LLaDA2Config(**(TINY | {"hidden_size": 64, "moe_intermediate_size": 32}))
+    torch.manual_seed(0)
+    model = LLaDA2(config).to(torch.bfloat16)
+    save(model, tmp_path / "model", max_shard_bytes=100_000)
+    arena = Arena(LAYERS, EXPERTS, 3 * 64 * 32)
+    shape = small_shape(LAYERS, EXPERTS, TOP_K)
+    seen = []
+    load_experts(arena, tmp_path / "model", shape, seen.append)
+    assert sum(seen) == LAYERS * EXPERTS
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    for layer, (_, mlp) in enumerate(model.moe_layers()):
+        gate, up, down = arena.experts[layer][7].split(64 * 32)
+        hidden = torch.nn.functional.silu(x @ gate.view(32, 64).T) * (x @ up.view(32, 64).T)
+        ids, weights = torch.full((5, 1), 7), torch.ones(5, 1)
+        assert torch.allclose(mlp.experts(x, ids, weights), hidden @ down.view(64, 32).T, atol=1e-3, rtol=0.05)
+    with pytest.raises(TraceError, match="experts 16, the run needs 32, those of its trace and shape"):
+        load_experts(arena, tmp_path / "model", small_shape(LAYERS, 32, TOP_K), seen.append)
