@@ -387,7 +387,7 @@ def unmask(model, tokens, mask_id, shift=0):
 def test_gates_of_qwen3_moe_show_their_own_top_k(tmp_path, name):
     ours = small_decoder()
     model, path = CausalLM(ours, QwenBlock), tmp_path / "a.trace"
-    with experimental(name), attach(model, name, path, gate_dtype="float32") as session, torch.no_grad():
+    with attach_quietly(model, name, path) as session, torch.no_grad():
         pass_ids = []
         for layer in session_layers(model):
             layer.mlp.register_forward_hook(lambda module, args, output: pass_ids.append(output[1]))
@@ -410,11 +410,14 @@ def session_layers(model):
     return [layer for layer in model.model.layers if hasattr(layer.mlp, "gate")]
 
 
-def experimental(name):
-    """The one line with which an adapter says that it was never run against the real source."""
-    if ADAPTERS[name].status == "experimental":
-        return pytest.warns(UserWarning, match=f"adapter {name} is experimental")
-    return warnings.catch_warnings()
+def attach_quietly(model, name, path):
+    """Attach; an adapter that was never run against the real source says so, in one line, and no other one does."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        session = attach(model, name, path, gate_dtype="float32")
+    expected = ["experimental"] if ADAPTERS[name].status == "experimental" else []
+    assert [str(one.message).split(f"adapter {name} is ")[1].split(":")[0] for one in said] == expected
+    return session
 
 
 def test_rnd1_reads_the_logits_of_the_row_before(tmp_path):
@@ -423,8 +426,7 @@ def test_rnd1_reads_the_logits_of_the_row_before(tmp_path):
     with torch.no_grad():
         expected = model(tokens.clone()).logits[0].argmax(dim=-1).numpy()
     with (
-        experimental("rnd1"),
-        attach(model, "rnd1", path) as session,
+        attach_quietly(model, "rnd1", path) as session,
         torch.no_grad(),
         session.request(mask_id=MASK_ID),
     ):
@@ -440,7 +442,6 @@ def test_a_fused_backend_that_hides_its_choice_is_named(tmp_path):
     block = session_layers(model)[1].mlp
     block.forward = lambda x: (torch.zeros_like(x), None)
     with (
-        experimental("sdar"),
         pytest.raises(TraceError, match="layer 2 ran 0 top-k, must be one"),
         attach(model, "sdar", tmp_path / "a.trace") as session,
         session.request(mask_id=MASK_ID),
@@ -449,7 +450,7 @@ def test_a_fused_backend_that_hides_its_choice_is_named(tmp_path):
 
 
 class SGLangModel(CausalLM):
-    """Takes flat token ids and positions, as SGLang's models do."""
+    """Takes flat token ids and positions, as SGLang's models do; layers return what they add apart."""
 
     def __init__(self, ours):
         super().__init__(ours, SGLangBlock)
@@ -462,23 +463,41 @@ class SGLangModel(CausalLM):
 def test_sglang_shows_ids_of_its_top_k_module(tmp_path):
     ours = small_decoder()
     model, path = SGLangModel(ours), tmp_path / "a.trace"
-    positions = torch.arange(BLOCK)
-    tokens = torch.tensor([3] * 6 + [MASK_ID] * 2)
-    with (
-        experimental("sglang"),
-        attach(model, "sglang", path, gate_dtype="float32") as session,
-        torch.no_grad(),
-        session.request(mask_id=MASK_ID, block_length=BLOCK),
-    ):
-        for at in (6, 7):
-            tokens[at] = int(model(tokens, positions).full_logits[at, :30].argmax())
-        model(tokens, positions)
+    for layer in model.model.layers:  # (stream,) becomes (update, residual), and back before the next layer
+        layer.register_forward_hook(lambda module, args, output: (output[0] - 1, torch.ones_like(output[0])))
+    attached = attach_quietly(model, "sglang", path)
+    positions, tokens = torch.arange(BLOCK), torch.tensor([3] * 6 + [MASK_ID] * 2)
+    with attached as session, torch.no_grad():
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda module, args, output: (sum(output),))
+        with session.request(mask_id=MASK_ID, block_length=BLOCK):
+            for at in (6, 7):
+                tokens[at] = int(model(tokens, positions).full_logits[at, :30].argmax())
+            model(tokens, positions)
+            tokens[2] = 7  # an edit
+            model(tokens, positions)
     passes = list(TraceReader(path))
-    assert [item.kind for item in passes] == [ForwardKind.DENOISE] * 2 + [ForwardKind.COMMIT]
+    assert [item.kind for item in passes] == [ForwardKind.DENOISE] * 2 + [ForwardKind.EDIT, ForwardKind.COMMIT]
+    assert [np.flatnonzero(item.edited).tolist() for item in passes] == [[], [], [2], []]
+    assert not check(path).findings
+    outputs = []
     for item in passes:
-        ids, gates = by_id(*by_our_model(ours, item.token_ids_in)[1:])
+        _, *routing = by_our_model(ours, item.token_ids_in)
+        ids, gates = by_id(*routing)
         assert np.array_equal(item.expert_ids, ids)
         assert item.gates == pytest.approx(gates, abs=1e-6)
+        outputs.append(outputs_of_layers(ours, item.token_ids_in))
+    for item, before, now in zip(passes[1:], outputs, outputs[1:], strict=False):
+        cosines = [torch.cosine_similarity(a, b, dim=-1).mean() for a, b in zip(before, now, strict=True)]
+        assert item.cos_layer_output[0] == pytest.approx(np.array(cosines), abs=1e-5)
+
+
+@torch.no_grad()
+def outputs_of_layers(ours, tokens):
+    observation = Observation(ours, False)
+    tokens = torch.tensor(tokens)
+    ours(tokens[None], torch.arange(len(tokens)), mask=block_causal_mask(len(tokens), BLOCK), observer=observation)
+    return [layer.output for layer in observation.layers]
 
 
 def test_the_page_names_every_adapter_with_its_status_and_its_python_runs(tmp_path, monkeypatch):

@@ -119,8 +119,21 @@ def dtype_name(model: nn.Module) -> str:
     return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
-def watch_streams(hooks: Hooks, watcher: Watcher, layers: Mapping[int, nn.Module]) -> None:
-    """Report router input and output of each layer, of which a trace keeps cosine similarities alone."""
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def watch_streams(
+    hooks: Hooks, watcher: Watcher, layers: Mapping[int, nn.Module], stream: Callable[[Any], Tensor] = _first
+) -> None:
+    """Report router input and output of each layer, of which a trace keeps cosine similarities alone.
+
+    Args:
+        hooks: takes the hooks back later.
+        watcher: of the session.
+        layers: by their true numbers.
+        stream: the residual stream, from what a layer returns.
+    """
 
     def to_input(layer_id: int) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
         def hook(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,7 +145,7 @@ def watch_streams(hooks: Hooks, watcher: Watcher, layers: Mapping[int, nn.Module
     def to_output(layer_id: int) -> Callable[[Any], None]:
         def hook(output: Any) -> None:
             if watcher.recording is not None:
-                watcher.recording.layer_output(layer_id, output[0] if isinstance(output, tuple) else output)
+                watcher.recording.layer_output(layer_id, stream(output))
 
         return hook
 

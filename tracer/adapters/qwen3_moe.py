@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tracer.adapters.adapter import (
-    EXPERIMENTAL,
+    SUPPORTED,
     Adapter,
     Watcher,
     last_block,
@@ -46,13 +46,13 @@ class Qwen3Moe(Adapter):
 
     The block returns router logits alone; the ids are those of the one top-k that it runs, not computed anew. A forward
     with masks decodes its last `block_length` tokens (all of them without one); a forward without any prefills or
-    commits.
+    commits, or edits where the next one is fed other tokens.
     """
 
     name = "qwen3_moe"
-    status = EXPERIMENTAL
+    status = SUPPORTED
     engine = "transformers Qwen3-MoE"
-    unmasked = ForwardKind.COMMIT
+    unmasked = ForwardKind.EDIT
     weight_sum = None  # the probabilities of the top-k; the layer divides them by their sum
 
     def __init__(self, target: Any) -> None:

@@ -135,14 +135,14 @@ class Recording:
                 f"request {self.request}: no forward reached the hooks; CUDA graphs and torch.compile skip them"
             )
         last = self._unsettled
-        if last is not None and last.region is not None:
+        if last is not None:
             final = self._at_end(last)
-            if (last.token_ids[last.region] == self.rules.mask_id).any() and np.array_equal(final, last.token_ids):
+            is_masked = last.region is not None and (last.token_ids[last.region] == self.rules.mask_id).any()
+            if is_masked and np.array_equal(final, last.token_ids):
                 raise TraceError(
                     f"request {self.request}: nothing shows what its last forward accepted; a loop that does not write into the tensor that it feeds in must pass its result to end_with"
                 )
             self._close(last, final)
-        self._settle(None)
         return self.passes
 
     def _at_end(self, last: Forward) -> NDArray[np.int64]:
@@ -156,20 +156,19 @@ class Recording:
     def _refuse(self, what: str) -> NoReturn:
         raise TraceError(f"request {self.request}, forward {self.num_forwards}: {what}")
 
-    def _settle(self, following: Forward | None) -> None:
+    def _settle(self, following: Forward) -> None:
         """Make the pass of the forward before, by the tokens that the next one is fed."""
         forward = self._unsettled
         if forward is None:
             return
         final = forward.token_ids.copy()
-        if following is not None and forward.region is not None:
-            _, mine, its = np.intersect1d(
-                forward.positions, following.positions, assume_unique=True, return_indices=True
-            )
-            final[mine] = following.token_ids[its]
+        _, mine, its = np.intersect1d(forward.positions, following.positions, assume_unique=True, return_indices=True)
+        final[mine] = following.token_ids[its]
         self._close(forward, final)
 
     def _close(self, forward: Forward, final: NDArray[np.int64]) -> None:
+        if forward.region is None and self._block >= 0 and np.any(final != forward.token_ids):
+            forward.region = slice(0, len(final))  # it had no masks to decode, but changed tokens
         place = self._place(forward)
         before = self._before if place.iteration else None
         self.passes.append(make_pass(forward, place, final, before, self.rules, self.request))

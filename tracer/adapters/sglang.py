@@ -18,13 +18,13 @@ class SGLangLLaDA2(Adapter):
     """Attach to SGLang's LLaDA2MoeModelLM inside its model runner, started with `--disable-cuda-graph`.
 
     `session.request` marks each request, of which the server may run one at a time. A forward with masks decodes all of
-    its tokens; one without prefills or commits.
+    its tokens; one without prefills or commits, or edits where the next one is fed other tokens.
     """
 
     name = "sglang"
     status = EXPERIMENTAL
     engine = "SGLang"
-    unmasked = ForwardKind.COMMIT
+    unmasked = ForwardKind.EDIT
     weight_sum = 1.0  # the scale is applied in the experts
 
     def __init__(self, target: Any) -> None:
@@ -38,7 +38,7 @@ class SGLangLLaDA2(Adapter):
 
     def install(self, hooks: Hooks, watcher: Watcher) -> None:
         """Hook each top-k module, and wrap the model's call."""
-        watch_streams(hooks, watcher, self._layers)
+        watch_streams(hooks, watcher, self._layers, _stream)
         for layer_id, layer in self._layers.items():
             hooks.after(layer.mlp.topk, self._topk_hook(watcher, layer_id))
 
@@ -76,3 +76,9 @@ class SGLangLLaDA2(Adapter):
             watcher.recording.routed(layer_id, ids.to(torch.int64), output.topk_weights)
 
         return hook
+
+
+def _stream(output: tuple[Tensor, Tensor | None]) -> Tensor:
+    """The residual stream after a layer, which returns what is still to be added to it apart."""
+    update, residual = output
+    return update if residual is None else update + residual
