@@ -31,7 +31,7 @@ _NEEDED = (
     *("tokens_per_forward", "decision_hash"),
 )
 # what a replay says of how it was made; a simulation says none of it
-CONDITIONS = ("mode", "device", "machine", "is_pinned", "cpu_kernel", "num_distinct_experts")
+CONDITIONS = ("mode", "device", "machine", "is_pinned", "cpu_kernel", "num_distinct_experts", "weights")
 # of a profile: how it was made, and what a simulated slower link changes
 _ABOUT_PROFILE = ("hash", "h2d_bytes_per_s", "assumed", "provisional")
 
@@ -112,7 +112,6 @@ def ran(
         "machine_digest": hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest(),
         "seed": manifest.get("seed"),
         "staging_slots": config.get("staging_slots"),
-        **{key: summary.get(key) for key in CONDITIONS},
     }
     if engine is None or facts["h2d_bytes_per_s"] is None:
         raise ConfigError(f"{name}: manifest.json does not say by which engine and profile; must be of this version")
@@ -126,7 +125,7 @@ def _checked(name: str, facts: Mapping[str, Any], forwards: pl.DataFrame, direct
         raise ConfigError(
             f"{name}: {RESULT} has no column {missing[0]}; must have one row for each forward (output.per_layer=false)"
         )
-    return Ran(name, facts, forwards, directory)
+    return Ran(name, {**dict.fromkeys(CONDITIONS), **facts}, forwards, directory)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Ran]:

@@ -89,10 +89,12 @@ def _sections(comparison: Comparison) -> Iterable[tuple[str, list[Cell]]]:
 
 def _conditions(facts: Mapping[str, Any]) -> list[str]:
     parts = [f"{key} {facts[key]}" for key in ("mode", "device") if facts[key] is not None]
-    if facts["is_pinned"] is False:
+    if facts["is_pinned"] is False and facts["device"] != "cpu":  # there, nothing is pinned
         parts.append("PAGEABLE host memory")
     if facts["num_distinct_experts"] is not None:
         parts.append(f"{facts['num_distinct_experts']} distinct experts in host memory")
+    if facts["weights"]:
+        parts.append(f"weights {facts['weights']}")
     if facts["cpu_kernel"]:
         parts.append(f"CPU kernel {facts['cpu_kernel']}")
     return parts

@@ -275,8 +275,9 @@ def test_the_table_says_what_it_is():
 
 
 def test_pageable_memory_is_said():
-    text = as_text(compare([made("lru", [1]), made("lru", [1], replay=True, is_pinned=False)]))
-    assert "PAGEABLE host memory" in " ".join(text.split())
+    for device, is_said in (("cuda", True), ("cpu", False)):  # a CPU has nothing to pin for
+        text = as_text(compare([made("lru", [1]), made("lru", [1], replay=True, is_pinned=False, device=device)]))
+        assert ("PAGEABLE host memory" in " ".join(text.split())) == is_said
 
 
 @pytest.mark.parametrize(
