@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ except ModuleNotFoundError:
 
 from tracer import locality
 from tracer.capture import trace_metadata, trace_prompts
+from tracer.chat import load_chat_template, render_prompts
 from tracer.checkpoint import Provenance, load, model_bytes, model_name, read_config, read_provenance
 from tracer.decode import DecodeResult, DecodeSettings, ForwardEvent
 from tracer.llada2 import LLaDA2
@@ -42,13 +43,25 @@ EXPERTS: dict[str, bool | None] = {"auto": None, "memory": False, "mapped": True
 
 @dataclass
 class Decode:
-    """How prompts are answered; greedy."""
+    """How prompts are answered; null is the default of the loop."""
 
     loop: str = DecodeSettings.loop
     block_length: int = DecodeSettings.block_length
-    threshold: float = DecodeSettings.threshold
+    threshold: float | None = None
     gen_length: int = DecodeSettings.gen_length  # new tokens of a prompt
     early_stop: bool = DecodeSettings.early_stop  # at the end of text
+    temperature: float = DecodeSettings.temperature
+    seed: int = DecodeSettings.seed
+    batch: int = DecodeSettings.batch  # prompts that are answered side by side
+    sampler: str | None = None
+    steps: int | None = None
+    minimal_topk: int | None = None
+    edit_threshold: float | None = None
+    max_post_steps: int | None = None
+    num_to_transfer: int | None = None
+    mask_mode: str | None = None
+    penalty: float | None = None
+    always_commit: bool | None = None
 
 
 @dataclass
@@ -66,6 +79,7 @@ class Trace:
     model: str = MISSING  # name of a shipped model, or path of a checkpoint directory
     prompts: str = MISSING  # JSONL with a key prompt, or plain text, one a line
     max_prompts: int | None = None  # how many of them, from the start; null is all
+    chat: bool = False  # each prompt is a user's message, by the chat template of the checkpoint
     decode: Decode = field(default_factory=Decode)
     gate_dtype: str = "float16"  # how gates are stored
     signals: bool = False  # also record router scores, norms, sketches and the next layers' gates
@@ -113,12 +127,24 @@ def run(config: DictConfig) -> None:
     model_config, tokenizer = read_config(directory), load_tokenizer(directory)
     check_special_ids(directory, model_config, tokenizer)
     settings = DecodeSettings(**config.decode, mask_id=tokenizer.mask_id, eos_id=tokenizer.eos_id)
-    encoded = encode_prompts(prompts, tokenizer, model_config, settings, config.prompts)
+    template = load_chat_template(directory) if config.chat else None
+    texts = prompts if template is None else render_prompts(template, prompts)
+    encoded = encode_prompts(texts, tokenizer, model_config, settings, config.prompts)
     model, provenance = _load(directory, model_config, config)
     metadata = trace_metadata(model, settings, model_name(directory), provenance, config.gate_dtype, config.signals)
+    if template is not None:
+        metadata = replace(metadata, details=metadata.details | {"chat_template": template.hash})
     progress = _Progress(len(prompts), settings.gen_length)
     with progress.bar, TraceWriter(path, metadata, overwrite=config.output.overwrite) as writer:
-        results = trace_prompts(model, encoded, settings, writer, signals=config.signals, on_forward=progress.forward)
+        results = trace_prompts(
+            model,
+            encoded,
+            settings,
+            writer,
+            signals=config.signals,
+            on_forward=progress.forward,
+            on_result=progress.result,
+        )
     reader = TraceReader(path)
     for prompt, result in zip(prompts, results, strict=True):
         print(_answer(prompt, result, tokenizer.decode(result.generated_ids)))
@@ -168,7 +194,8 @@ class _Progress:
 
     def __init__(self, num_prompts: int, gen_length: int) -> None:
         self._gen_length = gen_length
-        self._request, self._num_accepted = 0, 0
+        self._num_accepted: Counter[int] = Counter()  # of each request that runs
+        self._num_ended = 0
         self.bar = tqdm(
             total=num_prompts * gen_length,
             unit="token",
@@ -178,12 +205,19 @@ class _Progress:
         )
 
     def forward(self, event: ForwardEvent) -> None:
-        """Move on by what the forward accepted, and past what an early stop left out of the request before."""
-        if event.request != self._request:
-            self._request, self._num_accepted = event.request, 0
-        self._num_accepted += int(event.accepted.sum())
-        done = event.request * self._gen_length + min(self._num_accepted, self._gen_length)
-        self.bar.update(done - self.bar.n)
+        """Move on by what the forward accepted."""
+        self._num_accepted[event.request] += int(event.accepted.sum())
+        self._show()
+
+    def result(self, request: int, result: DecodeResult) -> None:
+        """Move past what an early stop left out of a request."""
+        del self._num_accepted[request]
+        self._num_ended += 1
+        self._show()
+
+    def _show(self) -> None:
+        running = sum(min(accepted, self._gen_length) for accepted in self._num_accepted.values())
+        self.bar.update(self._num_ended * self._gen_length + running - self.bar.n)
 
 
 def _check(config: DictConfig, path: Path) -> None:

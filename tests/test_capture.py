@@ -5,11 +5,12 @@ import pytest
 import torch
 from llada2_models import DECODER, EOS_ID, MASK_ID, config, tiny_decoder
 
-from tracer.capture import ObservedModel, Recorder, trace_metadata, trace_prompts
+from tracer.capture import Recorder, trace_metadata, trace_prompts
 from tracer.checkpoint import Provenance
-from tracer.decode import DecodeError, DecodeSettings, decode_request
+from tracer.decode import DecodeError, DecodeSettings, decode_prompts, decode_request
 from tracer.llada2 import block_causal_mask
 from tracer.observe import Observation, best_scored, sketch_projection
+from tracer.observed import ObservedModel
 from tracer.schema import ForwardKind, TraceError
 
 CONFIG = config(DECODER)
@@ -46,13 +47,11 @@ class FullWindowModel:
 
     def __init__(self, model, block_length):
         self.model, self.block_length = model, block_length
-        self.committed = np.empty(0, np.int64)
+        self.window = np.empty(0, np.int64)
 
-    def forward(self, token_ids, start, commit):
-        window = np.concatenate([self.committed[:start], token_ids])
-        if commit:
-            self.committed = window
-        return full_window(self.model, window, self.block_length, Observation(self.model, False))[start:]
+    def forward(self, token_ids, start):
+        self.window = np.concatenate([self.window[:start], token_ids])
+        return full_window(self.model, self.window, self.block_length, Observation(self.model, False))[start:]
 
 
 def test_t1_rows_and_hook_calls_of_every_forward():
@@ -91,9 +90,8 @@ def test_cache_and_full_window_decode_alike(block_length):
     chosen = settings(block_length=block_length)
     for prompt in PROMPTS:
         by_cache, by_window = [], []
-        total = -(-(len(prompt) + 24) // block_length) * block_length
-        cached = ObservedModel(model, Observation(model, False), block_length, total)
-        first = decode_request(cached, prompt, chosen, by_cache.append)
+        cached = ObservedModel(model, Observation(model, False), block_length)
+        [first] = decode_prompts(cached, [prompt], chosen, by_cache.extend)
         second = decode_request(FullWindowModel(model, block_length), prompt, chosen, by_window.append)
         assert np.array_equal(first.token_ids, second.token_ids)
         assert [event.kind for event in by_cache] == [event.kind for event in by_window]
@@ -227,8 +225,7 @@ def test_a_hook_count_that_is_off_is_refused(fault):
     model = tiny_decoder()
     observation = Observation(model, False)
     recorder = Recorder(LAYERS, observation, Passes())
-    events = []
-    observed = ObservedModel(model, observation, 16, 64)
+    observed = ObservedModel(model, observation, 16)
     hook = observation.moe_layer
 
     def broken(layer_id, *values):
@@ -242,7 +239,7 @@ def test_a_hook_count_that_is_off_is_refused(fault):
     fired = {"twice": "[1, 2, 2, 3]", "never": "[1, 3]", "other": "[1, 7, 3]"}[fault]
     message = f"request 0, block -1, iteration 0: hooks of MoE layers {fired} and 1 of the embedding fired, must be [1, 2, 3] and 1"
     with pytest.raises(TraceError) as raised:
-        decode_request(observed, [1, 2], settings(), lambda event: (events.append(event), recorder.record(event)))
+        decode_prompts(observed, [[1, 2]], settings(), recorder.record)
     assert str(raised.value) == message
 
 
@@ -276,6 +273,7 @@ def test_metadata_says_how_the_trace_was_made():
         "gen_length": 24,
         "early_stop": True,
         "temperature": 0.0,
+        "batch": 1,
     }
     assert metadata.details["checkpoint_hash"] == "abc"
     assert (metadata.details["mask_id"], metadata.details["eos_id"]) == (MASK_ID, EOS_ID)

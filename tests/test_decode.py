@@ -3,51 +3,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from decode_models import EOS, MASK, VOCAB, WORD, ScriptedModel, decode, kinds, settings
 
-from tracer.decode import DecodeError, DecodeSettings, accept_threshold, decode_request, predict
-from tracer.schema import ForwardKind, TraceError
+from tracer.decode import DecodeError, accept_threshold, decode_request, predict
+from tracer.schema import ForwardKind
 
-MASK, EOS, WORD, VOCAB = 7, 6, 1, 8
 PREFILL, DENOISE, IDLE, COMMIT = ForwardKind.PREFILL, ForwardKind.DENOISE, ForwardKind.IDLE, ForwardKind.COMMIT
-
-
-class ScriptedModel:
-    """Gives the first `num_confident` masks of a window confidence .95 and the others .3; tokens keep themselves."""
-
-    def __init__(self, num_confident=1, answers=None):
-        self.num_confident = num_confident
-        self.answers = answers or {}  # position -> token, else WORD
-        self.committed = 0
-        self.calls = []  # start, stop, commit
-
-    def forward(self, token_ids, start, commit):
-        stop = start + len(token_ids)
-        assert self.committed == start
-        self.calls.append((start, stop, commit))
-        if commit:
-            self.committed = stop
-        ids = np.array([self.answers.get(p, WORD) for p in range(start, stop)])
-        masked = token_ids == MASK
-        confidence = np.full(len(ids), 0.3)
-        confidence[np.flatnonzero(masked)[: self.num_confident]] = 0.95
-        logits = np.log(np.repeat((1 - confidence)[:, None] / (VOCAB - 1), VOCAB, axis=1))
-        logits[np.arange(len(ids)), np.where(masked, ids, token_ids)] = np.log(confidence)
-        return torch.tensor(logits, dtype=torch.float32)
-
-
-def settings(**changes):
-    values = {"block_length": 32, "threshold": 0.9, "gen_length": 32, "mask_id": MASK, "eos_id": EOS}
-    return DecodeSettings(**values | changes)
-
-
-def decode(model, prompt, **changes):
-    events = []
-    result = decode_request(model, prompt, settings(**changes), events.append)
-    return result, events
-
-
-def kinds(events):
-    return [event.kind for event in events]
 
 
 def accept(confidence, threshold):
@@ -84,8 +45,8 @@ def test_a3_the_number_of_masks_strictly_falls():
     class Graded(ScriptedModel):
         """All below the threshold, and no two alike: the later a position, the more confident."""
 
-        def forward(self, token_ids, start, commit):
-            logits = super().forward(token_ids, start, commit)
+        def forward(self, token_ids, start):
+            logits = super().forward(token_ids, start)
             return logits + torch.arange(len(logits))[:, None] * 0.05 * torch.nn.functional.one_hot(
                 logits.argmax(1), VOCAB
             )
@@ -117,16 +78,16 @@ def test_l1_forwards_of_a_block_of_32_masks(num_accepted, total, denoise, idle, 
 
 
 @pytest.mark.parametrize("num_accepted", [1, 2, 3, 5, 8, 16, 32])
-def test_each_block_is_committed_once_by_its_last_forward(num_accepted):
+def test_each_block_is_left_by_a_forward_over_its_final_tokens(num_accepted):
     model = ScriptedModel(num_accepted)
-    _, events = decode(model, [WORD] * 40, gen_length=60)
-    assert model.committed == 128
+    result, events = decode(model, [WORD] * 40, gen_length=60)
+    assert (model.committed, model.run) == (96, 128)
     for block in range(3):
-        of_block = [i for i, event in enumerate(events) if event.block == block]
-        assert [model.calls[i][2] for i in of_block] == [False] * (len(of_block) - 1) + [True]
-        assert not events[of_block[-1]].is_masked_in.any()
-        assert [events[i].iteration for i in of_block] == list(range(len(of_block)))
-        assert {events[i].kv_len for i in of_block} == {32 + 32 * block}
+        of_block = [event for event in events if event.block == block]
+        assert not of_block[-1].is_masked_in.any()
+        assert of_block[-1].token_ids_in.tolist() == result.token_ids[of_block[-1].positions].tolist()
+        assert [event.iteration for event in of_block] == list(range(len(of_block)))
+        assert {event.kv_len for event in of_block} == {32 + 32 * block}
 
 
 def test_prompt_tail_shares_the_first_block():
@@ -150,7 +111,7 @@ def test_prompt_of_whole_blocks_leaves_the_first_block_all_masks():
 def test_prompt_shorter_than_a_block_prefills_its_masks_and_commits_nothing(prompt):
     model = ScriptedModel(4)
     _, events = decode(model, prompt, gen_length=32)
-    assert model.calls[0] == (0, 32, False)
+    assert model.calls[:2] == [(0, 32), (0, 32)]
     assert events[0].kind == PREFILL
     assert not events[0].accepted.any()
     assert events[0].is_masked_in.sum() == 32 - len(prompt)
@@ -204,9 +165,9 @@ def test_mask_stall_names_request_and_block():
 
 def test_a_predicted_mask_waits_while_others_are_accepted():
     class Hesitant(ScriptedModel):
-        def forward(self, token_ids, start, commit):
+        def forward(self, token_ids, start):
             self.answers = {9: MASK} if (token_ids == MASK).sum() > 1 else {}
-            return super().forward(token_ids, start, commit)
+            return super().forward(token_ids, start)
 
     result, events = decode(Hesitant(8), [2] * 8, block_length=8, gen_length=8)
     assert [event.accepted[1] for event in events[1:3]] == [False, True]
@@ -233,8 +194,8 @@ def test_s1_softmax():
 
 def test_logits_that_are_not_finite_are_refused():
     class Broken(ScriptedModel):
-        def forward(self, token_ids, start, commit):
-            return super().forward(token_ids, start, commit) * float("nan")
+        def forward(self, token_ids, start):
+            return super().forward(token_ids, start) * float("nan")
 
     with pytest.raises(DecodeError, match="block -1, iteration 0: logits are not finite"):
         decode(Broken(), [2] * 8)
@@ -245,17 +206,7 @@ def test_prompt_with_a_mask_is_refused():
         decode(ScriptedModel(), [2, MASK])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"block_length": 0}, "block_length 0: must be at least 1"),
-        ({"gen_length": 0}, "gen_length 0: must be at least 1"),
-        ({"threshold": 1.5}, "threshold 1.5: must be from 0 to 1"),
-        ({"threshold": float("nan")}, "threshold nan"),
-        ({"eos_id": MASK}, "same id 7"),
-        ({"loop": "greedy"}, "allowed are dinfer"),
-    ],
-)
-def test_settings_out_of_range_are_refused(changes, message):
-    with pytest.raises(TraceError, match=message):
-        settings(**changes)
+def test_what_dinfer_returns_holds_the_prompt_and_no_end_of_text_at_all():
+    result, _ = decode(ScriptedModel(4, {10: EOS}), [2, EOS, 3] + [2] * 5, block_length=8, gen_length=5)
+    assert result.returned_ids == [2, 3, *[2] * 5, WORD, WORD, WORD, WORD]
+    assert result.generated_ids == [WORD] * 4

@@ -215,7 +215,7 @@ def test_bad_prompts(workplace, oled_trace, content, message):
         (["decode.gen_length=0"], {}, "gen_length 0: must be at least 1"),
         (["decode.gen_length=256"], {}, "gen_length 256: must leave room for a prompt in the model's 256 positions"),
         (["decode.threshold=2"], {}, "threshold 2.0: must be from 0 to 1"),
-        (["decode.loop=autoregressive"], {}, "decode loop 'autoregressive': allowed are dinfer"),
+        (["decode.loop=autoregressive"], {}, "decode loop 'autoregressive': allowed: dinfer, hf20, "),
         (["decode.block_length=many"], {}, "decode.block_length: "),
         (["decode.blocklength=8"], {}, "decode.blocklength: no such key; did you mean block_length?"),
         (["decode.block_length=257"], {}, "block_length 257: must be at most the model's 256 positions"),
@@ -290,10 +290,10 @@ def refused(directory, run, message, *overrides, **given):
 
 
 def test_a_decode_error_leaves_nothing(workplace, oled_trace, monkeypatch):
-    def stall(guess, masked, settings):
-        return masked & False
+    def stall(confidence, eligible, threshold):
+        return eligible & False
 
-    monkeypatch.setattr("tracer.decode.accept_dinfer", stall)
+    monkeypatch.setattr("tracer.decode_dinfer.accept_threshold", stall)
     refused(workplace, oled_trace, "request 0, block 0, iteration 1: nothing can be accepted", *FAST)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,9 +14,10 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from tracer.checkpoint import Provenance
-from tracer.decode import DecodeResult, DecodeSettings, ForwardEvent, decode_request
-from tracer.llada2 import LLaDA2, block_causal_mask
+from tracer.decode import DecodeResult, DecodeSettings, ForwardEvent, decode_prompts
+from tracer.llada2 import LLaDA2
 from tracer.observe import SKETCH_SEED, LayerObservation, Observation
+from tracer.observed import ObservedModel
 from tracer.schema import Pass, Signals, TraceError, TraceMetadata
 
 
@@ -29,36 +29,11 @@ class PassSink(Protocol):
         ...
 
 
-class ObservedModel:
-    """A model as the decode loops want it, for one request: batch 1, strict block mask, its own cache."""
+class LayerOutputs(NamedTuple):
+    """What is compared between a request's forwards, of one layer, on the model's device."""
 
-    def __init__(self, model: LLaDA2, observation: Observation, block_length: int, max_len: int) -> None:
-        self._model = model
-        self._observation = observation
-        self._block_length = block_length
-        self._cache = model.new_cache(1, max_len)
-
-    @torch.no_grad()
-    def forward(self, token_ids: NDArray[np.int64], start: int, commit: bool) -> Tensor:
-        """Logits [T, V]; more than a block of tokens only from position 0 on."""
-        self._observation.clear()
-        if self._cache.length != start:
-            raise TraceError(f"forward from position {start}: {self._cache.length} positions are committed")
-        device = self._model.device
-        # Within one block everything is visible, and so is all that was committed before it.
-        mask = (
-            block_causal_mask(len(token_ids), self._block_length, device)
-            if len(token_ids) > self._block_length
-            else None
-        )
-        return self._model(
-            torch.as_tensor(token_ids, device=device)[None],
-            torch.arange(start, start + len(token_ids), device=device),
-            mask=mask,
-            cache=self._cache,
-            commit=commit,
-            observer=self._observation,
-        )[0]
+    router_input: Tensor  # [T, H]
+    output: Tensor  # [T, H]
 
 
 class Recorder:
@@ -69,10 +44,10 @@ class Recorder:
         self._observation = observation
         self._sink = sink
         self._num_passes = 0
-        self._before: list[LayerObservation] = []  # of the previous forward
+        self._before: dict[int, list[LayerOutputs]] = {}  # of each request's previous forward
 
-    def record(self, event: ForwardEvent) -> None:
-        """Write the pass of the forward that has just run.
+    def record(self, events: Sequence[ForwardEvent]) -> None:
+        """Write the pass that has just run, of one forward for each request in it, ascending.
 
         Raises:
             TraceError: the hooks did not fire exactly once for each MoE layer, in order.
@@ -80,49 +55,65 @@ class Recorder:
         layers = self._observation.layers
         fired = [layer.layer_id for layer in layers]
         if fired != self._layer_ids or self._observation.num_embedded != 1:
+            event = events[0]
             raise TraceError(
                 f"request {event.request}, block {event.block}, iteration {event.iteration}: hooks of MoE layers {fired} "
                 f"and {self._observation.num_embedded} of the embedding fired, must be {self._layer_ids} and 1"
             )
-        self._sink.write(self._pass(event, layers))
+        self._sink.write(self._pass(events, layers))
         self._num_passes += 1
-        self._before = layers
 
-    def _pass(self, event: ForwardEvent, layers: list[LayerObservation]) -> Pass:
-        cos_router_input, cos_layer_output = self._cosines(event, layers)
+    def forget(self, request: int) -> None:
+        """Keep nothing of a request that has ended."""
+        self._before.pop(request, None)
+
+    def _pass(self, events: Sequence[ForwardEvent], layers: list[LayerObservation]) -> Pass:
+        cosines = self._all_cosines(events, layers)
         return Pass(
             pass_id=self._num_passes,
-            requests=np.array([event.request]),
-            blocks=np.array([event.block]),
-            iterations=np.array([event.iteration]),
-            kinds=np.array([int(event.kind)]),
-            num_tokens=np.array([len(event.positions)]),
-            kv_lens=np.array([event.kv_len]),
-            num_masked_in=np.array([np.count_nonzero(event.is_masked_in)]),
-            num_accepted=np.array([np.count_nonzero(event.accepted)]),
-            wall_ns=event.wall_ns,
-            cos_router_input=cos_router_input[None],
-            cos_layer_output=cos_layer_output[None],
-            positions=event.positions,
-            token_ids_in=event.token_ids_in,
-            is_masked_in=event.is_masked_in,
-            argmax_ids=event.argmax_ids,
-            p_argmax=event.p_argmax.astype(np.float64),
-            p_current=event.p_current.astype(np.float64),
-            accepted=event.accepted,
-            edited=np.zeros_like(event.accepted),
+            requests=np.array([event.request for event in events]),
+            blocks=np.array([event.block for event in events]),
+            iterations=np.array([event.iteration for event in events]),
+            kinds=np.array([int(event.kind) for event in events]),
+            num_tokens=np.array([len(event.positions) for event in events]),
+            kv_lens=np.array([event.kv_len for event in events]),
+            num_masked_in=np.array([np.count_nonzero(event.is_masked_in) for event in events]),
+            num_accepted=np.array([np.count_nonzero(event.accepted) for event in events]),
+            wall_ns=events[0].wall_ns,
+            cos_router_input=np.stack([router_input for router_input, _ in cosines]),
+            cos_layer_output=np.stack([output for _, output in cosines]),
+            positions=np.concatenate([event.positions for event in events]),
+            token_ids_in=np.concatenate([event.token_ids_in for event in events]),
+            is_masked_in=np.concatenate([event.is_masked_in for event in events]),
+            argmax_ids=np.concatenate([event.argmax_ids for event in events]),
+            p_argmax=np.concatenate([event.p_argmax for event in events]).astype(np.float64),
+            p_current=np.concatenate([event.p_current for event in events]).astype(np.float64),
+            accepted=np.concatenate([event.accepted for event in events]),
+            edited=np.concatenate([event.edited for event in events]),
             expert_ids=_stacked(layer.ids for layer in layers),
             gates=_stacked(layer.gates for layer in layers).astype(np.float64),
             signals=self._signals(layers),
         )
 
-    def _cosines(
-        self, event: ForwardEvent, layers: list[LayerObservation]
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def _all_cosines(
+        self, events: Sequence[ForwardEvent], layers: list[LayerObservation]
+    ) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+        """Cosines of each request, whose tokens stand one after the other in what was observed."""
+        found = []
+        start = 0
+        for event in events:
+            rows = slice(start, start + len(event.positions))
+            now = [LayerOutputs(layer.router_input[rows], layer.output[rows]) for layer in layers]
+            found.append(self._cosines(event, now))
+            self._before[event.request] = now
+            start = rows.stop
+        return found
+
+    def _cosines(self, event: ForwardEvent, now: list[LayerOutputs]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Mean cosine similarity of each layer to the block's previous forward, [L] each; NaN in its first."""
-        if event.iteration == 0:
-            return np.full(len(layers), np.nan, np.float32), np.full(len(layers), np.nan, np.float32)
-        pairs = list(zip(self._before, layers, strict=True))
+        if event.iteration == 0 or event.block < 0:
+            return np.full(len(now), np.nan, np.float32), np.full(len(now), np.nan, np.float32)
+        pairs = list(zip(self._before[event.request], now, strict=True))
         router_input = [_mean_cosine(a.router_input, b.router_input) for a, b in pairs]
         output = [_mean_cosine(a.output, b.output) for a, b in pairs]
         return _stacked(router_input), _stacked(output)
@@ -155,17 +146,16 @@ def trace_metadata(
 ) -> TraceMetadata:
     """What a trace says of its making; a model whose name starts with proxy- is a proxy."""
     bias_dtypes = {_name(layer.gate.expert_bias.dtype) for _, layer in model.moe_layers()}
-    decode = asdict(settings) | {"temperature": 0.0}
-    special_ids = {name: decode.pop(name) for name in ("mask_id", "eos_id")}  # the model's, no choice of the caller
     details = {
         "engine": "oledsim",
         "versions": {"oledsim": version("oledsim"), "torch": torch.__version__, "python": platform.python_version()},
         "checkpoint_hash": provenance.checkpoint_hash,
         "checkpoint": {"total_size": provenance.total_size, "shards": provenance.shards},
-        **special_ids,
-        "mask_mode": "strict",
-        "sampler": "greedy argmax",
-        "sampler_patched": False,  # no stock sampler is involved
+        "mask_id": settings.mask_id,
+        "eos_id": settings.eos_id,
+        "mask_mode": settings.mask_mode or "strict",
+        "sampler": "greedy argmax" if settings.is_greedy else "drawn",
+        "sampler_patched": settings.sampler == "greedy" and settings.is_greedy,  # hf20's own draws at temperature 0
         "dtype": _name(model.dtype),
         "router_dtype": _name(torch.float32),
         "expert_bias_dtype": ", ".join(sorted(bias_dtypes)),  # as held; added to the scores in router_dtype
@@ -179,7 +169,8 @@ def trace_metadata(
         shape=model.config.shape(),
         source=f"{'proxy' if name.startswith('proxy-') else 'model'}:{name}",
         gate_dtype=gate_dtype,
-        decode=decode,
+        decode=settings.facts(),
+        seed=None if settings.is_greedy else settings.seed,
         details=details,
     )
 
@@ -196,8 +187,9 @@ def trace_prompts(
     *,
     signals: bool = False,
     on_forward: Callable[[ForwardEvent], None] = lambda event: None,
+    on_result: Callable[[int, DecodeResult], None] = lambda request, result: None,
 ) -> list[DecodeResult]:
-    """Decode prompts one after the other and write every forward pass.
+    """Decode prompts, `settings.batch` of them side by side, and write every forward pass.
 
     Args:
         model: in inference, on its device.
@@ -205,7 +197,8 @@ def trace_prompts(
         settings: how they are answered.
         sink: takes the passes.
         signals: also keep router scores, norms, sketches and the next layers' gates.
-        on_forward: called after each pass is written, to show progress.
+        on_forward: called for each request's forward after its pass is written, to show progress.
+        on_result: called with each request that has ended.
 
     Returns:
         One result for each request, in order.
@@ -215,13 +208,15 @@ def trace_prompts(
     """
     observation = Observation(model, signals)
     recorder = Recorder(model.config.moe_layer_ids, observation, sink)
+    observed = ObservedModel(model, observation, settings.block_length, settings.mask_mode or "strict")
 
-    def record(event: ForwardEvent) -> None:
-        recorder.record(event)
-        on_forward(event)
+    def record(events: list[ForwardEvent]) -> None:
+        recorder.record(events)
+        for event in events:
+            on_forward(event)
 
-    results = []
-    for request, prompt in enumerate(prompts):
-        observed = ObservedModel(model, observation, settings.block_length, settings.num_positions(len(prompt)))
-        results.append(decode_request(observed, list(prompt), settings, record, request))
-    return results
+    def end(request: int, result: DecodeResult) -> None:
+        recorder.forget(request)
+        on_result(request, result)
+
+    return decode_prompts(observed, prompts, settings, record, end)

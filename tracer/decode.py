@@ -1,8 +1,8 @@
-"""Decode loops: which forward passes a block-diffusion model runs to answer a prompt, and what each of them accepts."""
+"""Decoding: which forward passes a block-diffusion model runs to answer prompts, by the loop of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import NamedTuple, Protocol
@@ -11,87 +11,68 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tracer.schema import ForwardKind, TraceError
+from tracer.decode_accept import TIE, accept_above, accept_threshold
+from tracer.decode_dinfer import decode_dinfer
+from tracer.decode_hf import decode_hf20, decode_hf21
+from tracer.decode_sample import Prediction, predict
+from tracer.decode_settings import LOOP_NAMES, DecodeError, DecodeSettings
+from tracer.decode_sglang import decode_joint_threshold, decode_low_confidence
+from tracer.decode_state import Decoding, Ending, ForwardEvent, Reply, Steps, Window
+from tracer.schema import ForwardKind
 
-TIE = np.float32(1e-5)  # dInfer accepts what is this close to the best
-TOKENS_PER_FORWARD = 8  # what dInfer expects when it decides how many forwards to unroll
-MIN_UNROLL, MAX_UNROLL = 2, 4
+__all__ = [
+    "LOOPS",
+    "LOOP_NAMES",
+    "TIE",
+    "BatchModel",
+    "BlockModel",
+    "DecodeError",
+    "DecodeResult",
+    "DecodeSettings",
+    "ForwardEvent",
+    "Prediction",
+    "Window",
+    "accept_above",
+    "accept_threshold",
+    "decode_prompts",
+    "decode_request",
+    "predict",
+]
 
-
-class DecodeError(TraceError):
-    """A request cannot be decoded to its end; the message says which one, in which block, and why."""
+LOOPS: dict[str, Callable[[Decoding], Steps[Ending]]] = {
+    "dinfer": decode_dinfer,
+    "hf20": decode_hf20,
+    "hf21": decode_hf21,
+    "sglang_low_confidence": decode_low_confidence,
+    "sglang_joint_threshold": decode_joint_threshold,
+}
 
 
 class BlockModel(Protocol):
-    """What a loop asks of a model: one forward over consecutive positions, on top of what was committed."""
+    """What a loop asks of a model that answers one request."""
 
-    def forward(self, token_ids: NDArray[np.int64], start: int, commit: bool) -> torch.Tensor:
-        """Logits [T, V] of the tokens at positions start to start + T - 1, which see all committed positions.
+    def forward(self, token_ids: NDArray[np.int64], start: int) -> torch.Tensor:
+        """Logits [T, V] of the tokens at positions start to start + T - 1, which see all before them.
 
-        With `commit` their keys and values are stored, and positions below start + T are committed from then on.
+        Positions below `start` are committed: their keys and values stay those of the last forward that ran them.
         """
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeSettings:
-    """How prompts are answered. Greedy; `gen_length` counts new tokens, before rounding up to whole blocks.
+class BatchModel(Protocol):
+    """What the loops ask of a model that answers requests side by side."""
 
-    Raises:
-        TraceError: a value is out of range, or no loop has this name.
-    """
+    def open(self, request: int, num_positions: int) -> None:
+        """A request begins, which will take this many positions at most."""
+        ...
 
-    mask_id: int
-    eos_id: int
-    loop: str = "dinfer"
-    block_length: int = 16
-    threshold: float = 0.9
-    gen_length: int = 128
-    early_stop: bool = True
+    def forward(self, windows: Sequence[Window]) -> torch.Tensor:
+        """Logits [N, V] of the tokens of all windows, one window after the other."""
+        ...
 
-    def __post_init__(self) -> None:
-        if self.block_length < 1:
-            raise TraceError(f"block_length {self.block_length}: must be at least 1")
-        if self.gen_length < 1:
-            raise TraceError(f"gen_length {self.gen_length}: must be at least 1")
-        if not 0 <= self.threshold <= 1:
-            raise TraceError(f"threshold {self.threshold}: must be from 0 to 1")
-        if self.mask_id == self.eos_id:
-            raise TraceError(f"mask and end of text have the same id {self.mask_id}: must be different tokens")
-        if self.loop not in LOOPS:
-            raise TraceError(f"decode loop {self.loop!r}: allowed are {', '.join(LOOPS)}")
-
-    def num_positions(self, prompt_length: int) -> int:
-        """Positions of a prompt and its new tokens, rounded up to whole blocks."""
-        num_blocks = -(-(prompt_length + self.gen_length) // self.block_length)
-        return num_blocks * self.block_length
-
-
-class Prediction(NamedTuple):
-    """What one forward says of each of its positions; probabilities are of the raw logits, in float32."""
-
-    argmax_ids: NDArray[np.int64]  # [T]
-    p_argmax: NDArray[np.float32]  # [T]
-    p_current: NDArray[np.float32]  # [T] of the token that was fed in
-
-
-@dataclass(frozen=True, eq=False)
-class ForwardEvent:
-    """One forward pass of one request, as the loop saw it."""
-
-    request: int
-    block: int  # from 0 at the first block that is decoded; -1 in prefill
-    iteration: int  # within the block, from 0
-    kind: ForwardKind
-    positions: NDArray[np.int64]  # [T] absolute
-    token_ids_in: NDArray[np.int64]  # [T]
-    is_masked_in: NDArray[np.bool_]  # [T]
-    argmax_ids: NDArray[np.int64]  # [T]
-    p_argmax: NDArray[np.float32]  # [T]
-    p_current: NDArray[np.float32]  # [T] NaN for a mask
-    accepted: NDArray[np.bool_]  # [T] masks that this forward turned into tokens
-    kv_len: int  # committed positions before this forward
-    wall_ns: int  # from the call of the model to its probabilities on the host
+    def close(self, request: int) -> None:
+        """A request has ended."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,187 +87,161 @@ class DecodeResult:
     prompt_length: int
     gen_length: int
     eos_id: int
-
-    @property
-    def generated_ids(self) -> list[int]:
-        """The answer: at most gen_length new tokens, every end of text dropped, whatever stands after it kept."""
-        answer = self.token_ids[self.prompt_length : self.prompt_length + self.gen_length]
-        return answer[answer != self.eos_id].tolist()
+    generated_ids: list[int]  # the answer: at most gen_length new tokens, without an end of text
+    returned_ids: list[int]  # what the engine's own call returns
 
 
-def predict(logits: torch.Tensor, token_ids: NDArray[np.int64]) -> Prediction:
-    """Read logits [T, V]: the likeliest token, its probability, and that of the token fed in."""
-    probabilities = torch.softmax(logits.float(), dim=-1)
-    best = logits.argmax(dim=-1)
-    current = torch.as_tensor(token_ids, device=logits.device)
+class _Running(NamedTuple):
+    """A request that is being decoded, and the forward that it waits for."""
 
-    def probability(ids: torch.Tensor) -> NDArray[np.float32]:
-        return probabilities.gather(1, ids[:, None])[:, 0].cpu().numpy()
-
-    return Prediction(best.cpu().numpy(), probability(best), probability(current))
+    decoding: Decoding
+    steps: Steps[Ending]
+    window: Window
 
 
-def accept_threshold(
-    confidence: NDArray[np.float32], eligible: NDArray[np.bool_], threshold: float
-) -> NDArray[np.bool_]:
-    """Accept what reaches the threshold, and in any case the best and all within 1e-5 of it.
+def decode_prompts(
+    model: BatchModel,
+    prompts: Iterable[Sequence[int] | NDArray[np.int64]],
+    settings: DecodeSettings,
+    on_pass: Callable[[list[ForwardEvent]], None],
+    on_result: Callable[[int, DecodeResult], None] = lambda request, result: None,
+    first_request: int = 0,
+) -> list[DecodeResult]:
+    """Decode prompts, `settings.batch` of them side by side, and report every pass as soon as it has run.
+
+    When a request has ended, the next one joins: the forwards before its first block run in passes of their own, then
+    it shares the passes of the others. What is written does not depend on who else runs.
 
     Args:
-        confidence: [T], probability of the likeliest token.
-        eligible: [T], positions that may be accepted. None eligible, none accepted.
-        threshold: compared in float32, equality counts.
-    Source:
-        dInfer, ThresholdParallelDecoder.
-    """
-    if not eligible.any():
-        return np.zeros_like(eligible)
-    best = confidence[eligible].max()
-    return eligible & (confidence >= min(np.float32(threshold), best - TIE))
+        model: nothing is open in it.
+        prompts: token ids of each; they may be empty, but may not hold the mask.
+        settings: loop, lengths, thresholds and special ids.
+        on_pass: called with the forwards of a pass, one for each request that took part, ascending.
+        on_result: called with each request that has ended.
+        first_request: number of the first prompt.
 
-
-def accept_dinfer(guess: Prediction, masked: NDArray[np.bool_], settings: DecodeSettings) -> NDArray[np.bool_]:
-    """The threshold rule over masked positions, except where the mask itself is the likeliest token."""
-    return accept_threshold(guess.p_argmax, masked & (guess.argmax_ids != settings.mask_id), settings.threshold)
-
-
-AcceptRule = Callable[[Prediction, NDArray[np.bool_], DecodeSettings], NDArray[np.bool_]]
-
-
-class Decoding:
-    """The tokens of a request that is being decoded, and forwards over stretches of them that report themselves."""
-
-    def __init__(
-        self,
-        model: BlockModel,
-        prompt_ids: NDArray[np.int64],
-        settings: DecodeSettings,
-        on_forward: Callable[[ForwardEvent], None],
-        request: int,
-    ) -> None:
-        self.token_ids = np.full(settings.num_positions(len(prompt_ids)), settings.mask_id, dtype=np.int64)
-        self.token_ids[: len(prompt_ids)] = prompt_ids
-        self.settings = settings
-        self.prompt_length = len(prompt_ids)
-        self.request = request
-        self._model = model
-        self._on_forward = on_forward
-
-    def num_masked(self, start: int, stop: int) -> int:
-        """Masks that are left in [start, stop)."""
-        return int(np.count_nonzero(self.token_ids[start:stop] == self.settings.mask_id))
-
-    def forward(
-        self,
-        kind: ForwardKind,
-        block: int,
-        iteration: int,
-        start: int,
-        stop: int,
-        commit: bool = False,
-        accept: AcceptRule | None = None,
-    ) -> int:
-        """Run positions [start, stop), write what the rule accepts there, if there is one, and report the forward.
-
-        Returns:
-            Number of tokens accepted.
-        """
-        token_ids = self.token_ids[start:stop].copy()
-        masked = token_ids == self.settings.mask_id
-        began = perf_counter_ns()
-        guess = predict(self._model.forward(token_ids, start, commit), token_ids)
-        wall_ns = perf_counter_ns() - began
-        if not np.isfinite(guess.p_argmax).all():
-            raise DecodeError(f"request {self.request}, block {block}, iteration {iteration}: logits are not finite")
-        accepted = accept(guess, masked, self.settings) if accept else np.zeros_like(masked)
-        self.token_ids[start:stop] = np.where(accepted, guess.argmax_ids, token_ids)
-        self._on_forward(
-            ForwardEvent(
-                request=self.request,
-                block=block,
-                iteration=iteration,
-                kind=kind,
-                positions=np.arange(start, stop),
-                token_ids_in=token_ids,
-                is_masked_in=masked,
-                argmax_ids=guess.argmax_ids,
-                p_argmax=guess.p_argmax,
-                p_current=np.where(masked, np.float32("nan"), guess.p_current),
-                accepted=accepted,
-                kv_len=start,
-                wall_ns=wall_ns,
-            )
-        )
-        return int(np.count_nonzero(accepted))
-
-
-def decode_dinfer(decoding: Decoding) -> None:
-    """Decode as dInfer's BlockDiffusionLLM does: prefill, then block after block on committed keys and values.
-
-    A prompt shorter than a block is prefilled with the masks of its block; nothing is committed then.
+    Returns:
+        One result for each prompt, in order.
 
     Raises:
-        DecodeError: an unroll accepts nothing while masks remain. Differs: dInfer would run for ever.
-    Source:
-        dInfer, BlockDiffusionLLM and BlockDiffusionRunner.
+        DecodeError: a prompt holds a mask, a loop cannot end, or the model's logits are not finite.
     """
-    length, tokens = decoding.settings.block_length, decoding.token_ids
-    first = decoding.prompt_length // length * length
-    decoding.forward(ForwardKind.PREFILL, -1, 0, 0, max(first, length), commit=first > 0)
-    for block, start in enumerate(range(first, len(tokens), length)):
-        stop = start + length
-        _decode_block_dinfer(decoding, block, start, stop)
-        if decoding.settings.early_stop and decoding.settings.eos_id in tokens[start:stop]:
-            tokens[stop:] = decoding.settings.eos_id
-            return
-
-
-def _decode_block_dinfer(decoding: Decoding, block: int, start: int, stop: int) -> None:
-    """Denoise one block and commit it: by its last idle forward, or else by a forward of its own."""
-    iteration = num_masked = 0
-    while remaining := decoding.num_masked(start, stop):
-        unroll = max(min(remaining // TOKENS_PER_FORWARD, MAX_UNROLL), MIN_UNROLL)
-        num_accepted = 0
-        for step in range(unroll):
-            num_masked = decoding.num_masked(start, stop)
-            kind = ForwardKind.DENOISE if num_masked else ForwardKind.IDLE
-            commit = num_masked == 0 and step == unroll - 1
-            num_accepted += decoding.forward(kind, block, iteration, start, stop, commit, accept_dinfer)
-            iteration += 1
-        if num_accepted == 0:
-            raise DecodeError(
-                f"request {decoding.request}, block {block}, iteration {iteration - 1}: nothing can be accepted, the model predicts a mask at all {remaining} masked positions"
-            )
-    if num_masked:
-        decoding.forward(ForwardKind.COMMIT, block, iteration, start, stop, commit=True)
-
-
-LOOPS: dict[str, Callable[[Decoding], None]] = {"dinfer": decode_dinfer}
+    waiting = enumerate(prompts, start=first_request)
+    running: dict[int, _Running] = {}
+    results: dict[int, DecodeResult] = {}
+    events: list[ForwardEvent] = []
+    while True:
+        while len(running) < settings.batch and (following := next(waiting, None)) is not None:
+            running[following[0]] = _start(model, *following, settings, events.append)
+        if not running:
+            return [results[request] for request in sorted(results)]
+        chosen = _next_pass(running)
+        replies = _run([running[request].window for request in chosen], model)
+        for request, reply in zip(chosen, replies, strict=True):
+            decoding, steps, _ = running[request]
+            try:
+                running[request] = _Running(decoding, steps, steps.send(reply))
+            except StopIteration as stop:
+                results[request] = _result(decoding, stop.value)
+                del running[request]
+        on_pass(events.copy())
+        events.clear()
+        for request in chosen:
+            if request in results:
+                model.close(request)
+                on_result(request, results[request])
 
 
 def decode_request(
     model: BlockModel,
-    prompt_ids: list[int] | NDArray[np.int64],
+    prompt_ids: Sequence[int] | NDArray[np.int64],
     settings: DecodeSettings,
     on_forward: Callable[[ForwardEvent], None],
     request: int = 0,
 ) -> DecodeResult:
-    """Decode one request and report each of its forwards, in order, as soon as it has run.
+    """Decode one request with a model that knows one only; see `decode_prompts`.
 
     Args:
         model: fresh, with nothing committed.
         prompt_ids: [P]; may be empty, may not hold the mask.
-        settings: loop, lengths, threshold and special ids.
+        settings: loop, lengths, thresholds and special ids.
         on_forward: called once for each forward pass.
         request: index that events and errors carry.
 
     Raises:
         DecodeError: the prompt holds a mask, the loop cannot end, or the model's logits are not finite.
     """
+    [result] = decode_prompts(
+        _Alone(model), [prompt_ids], settings, lambda events: on_forward(events[0]), first_request=request
+    )
+    return result
+
+
+class _Alone:
+    """A model for one request where one for several is asked for."""
+
+    def __init__(self, model: BlockModel) -> None:
+        self._model = model
+
+    def open(self, request: int, num_positions: int) -> None:
+        """The model is fresh."""
+
+    def forward(self, windows: Sequence[Window]) -> torch.Tensor:
+        """Run the only window."""
+        [window] = windows
+        return self._model.forward(window.token_ids, window.start)
+
+    def close(self, request: int) -> None:
+        """Nothing is kept here."""
+
+
+def _start(
+    model: BatchModel,
+    request: int,
+    prompt_ids: Sequence[int] | NDArray[np.int64],
+    settings: DecodeSettings,
+    on_forward: Callable[[ForwardEvent], None],
+) -> _Running:
+    """Begin a request, up to the first forward that it asks for."""
     prompt = np.asarray(prompt_ids, dtype=np.int64)
     if settings.mask_id in prompt:
         raise DecodeError(
             f"request {request}: the prompt holds the mask token {settings.mask_id}, which stands for tokens to be decoded"
         )
-    decoding = Decoding(model, prompt, settings, on_forward, request)
-    LOOPS[settings.loop](decoding)
-    return DecodeResult(decoding.token_ids, decoding.prompt_length, settings.gen_length, settings.eos_id)
+    model.open(request, settings.num_positions(len(prompt)))
+    decoding = Decoding(prompt, settings, on_forward, request)
+    steps = LOOPS[settings.loop](decoding)
+    return _Running(decoding, steps, next(steps))
+
+
+def _next_pass(running: dict[int, _Running]) -> list[int]:
+    """Requests of the next pass: one that is prefilled, or else all."""
+    prefilled = [request for request, row in running.items() if row.window.kind == ForwardKind.PREFILL]
+    return prefilled[:1] or sorted(running)
+
+
+def _run(windows: list[Window], model: BatchModel) -> list[Reply]:
+    """Run windows in one pass, and cut what it gave."""
+    token_ids = np.concatenate([window.token_ids for window in windows])
+    began = perf_counter_ns()
+    logits = model.forward(windows)
+    prediction = predict(logits, token_ids)
+    wall_ns = perf_counter_ns() - began
+    replies = []
+    start = 0
+    for window in windows:
+        rows = slice(start, start + len(window.token_ids))
+        replies.append(Reply(logits[rows], Prediction(*(values[rows] for values in prediction)), wall_ns))
+        start = rows.stop
+    return replies
+
+
+def _result(decoding: Decoding, ending: Ending) -> DecodeResult:
+    return DecodeResult(
+        token_ids=decoding.token_ids,
+        prompt_length=decoding.prompt_length,
+        gen_length=decoding.settings.gen_length,
+        eos_id=decoding.settings.eos_id,
+        generated_ids=ending.generated_ids.tolist(),
+        returned_ids=ending.returned_ids.tolist(),
+    )

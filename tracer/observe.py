@@ -27,7 +27,7 @@ class LayerObservation(NamedTuple):
 
 
 class Observation:
-    """Gathers what the model shows of one forward of one request, layer after layer."""
+    """Gathers what the model shows of one forward, layer after layer; requests stand one after the other."""
 
     def __init__(self, model: LLaDA2, signals: bool) -> None:
         self._num_experts = model.config.num_experts
@@ -36,28 +36,36 @@ class Observation:
         self.sketches: list[Tensor] = []  # [T, 16], one for each call of the embedding hook
         self.num_embedded = 0
         self.layers: list[LayerObservation] = []
+        self._kept: Tensor | None = None
 
-    def clear(self) -> None:
-        """Forget the last forward."""
+    def clear(self, kept: Tensor | None = None) -> None:
+        """Forget the last forward; of the B * T rows of the next one, `kept` are no pads, by default all."""
         self.sketches, self.num_embedded, self.layers = [], 0, []
+        self._kept = kept
 
     def embedded(self, embeddings: Tensor) -> None:
-        """Take the input embeddings, [1, T, H]."""
+        """Take the input embeddings, [B, T, H]."""
         self.num_embedded += 1
         if self._projection is not None:
-            self.sketches.append(embeddings[0].float() @ self._projection)
+            self.sketches.append(self._rows(embeddings).float() @ self._projection)
 
     def moe_layer(self, layer_id: int, router_input: Tensor, routing: Routing, output: Tensor) -> None:
         """Take what one MoE layer did; of the scores only what `signals` keeps."""
+        router_input, ids = self._rows(router_input), self._rows(routing.ids)
         signals = None
         if self._projection is not None:
-            score_ids = best_scored(routing.biased[0], routing.ids[0])
-            scores = routing.scores[0].gather(-1, score_ids)
-            norm = router_input[0].float().norm(dim=-1)
-            signals = (score_ids, scores, norm, self._ahead(layer_id, router_input[0]))
+            score_ids = best_scored(self._rows(routing.biased), ids)
+            scores = self._rows(routing.scores).gather(-1, score_ids)
+            norm = router_input.float().norm(dim=-1)
+            signals = (score_ids, scores, norm, self._ahead(layer_id, router_input))
         self.layers.append(
-            LayerObservation(layer_id, router_input[0], output[0], routing.ids[0], routing.weights[0], signals)
+            LayerObservation(layer_id, router_input, self._rows(output), ids, self._rows(routing.weights), signals)
         )
+
+    def _rows(self, values: Tensor) -> Tensor:
+        """Values [B, T, ...] of all tokens that are no pads, [N, ...]."""
+        flat = values.flatten(0, 1)
+        return flat if self._kept is None else flat.index_select(0, self._kept)
 
     def _ahead(self, layer_id: int, router_input: Tensor) -> Tensor:
         """Top experts, [3, T, 16] or all if they are fewer, by the gates of the next layers on this router input.

@@ -91,14 +91,14 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         bpe = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more precise
         raise TraceError(f"{path}: not a tokenizer file ({error})") from error
-    names = _special_tokens(directory)
+    names = special_tokens(directory)
     for key in ("mask_token", "eos_token"):
         if key not in names:
             raise TraceError(f"{directory}: {' and '.join(_NAME_FILES)} name no {key}")
     return Tokenizer(bpe, names["mask_token"], names["eos_token"], str(path))
 
 
-def _special_tokens(directory: Path) -> dict[str, str]:
+def special_tokens(directory: Path) -> dict[str, str]:
     """Special tokens by role; the first of the two files that names one wins."""
     names: dict[str, str] = {}
     for file in _NAME_FILES:
