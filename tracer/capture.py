@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,13 +29,6 @@ class PassSink(Protocol):
         ...
 
 
-class LayerOutputs(NamedTuple):
-    """What is compared between a request's forwards, of one layer, on the model's device."""
-
-    router_input: Tensor  # [T, H]
-    output: Tensor  # [T, H]
-
-
 class Recorder:
     """Turns what the loop saw and what the model showed of each forward into passes."""
 
@@ -44,7 +37,7 @@ class Recorder:
         self._observation = observation
         self._sink = sink
         self._num_passes = 0
-        self._before: dict[int, list[LayerOutputs]] = {}  # of each request's previous forward
+        self._before: dict[int, Tensor] = {}  # [2 * L, T, H] of each request's previous forward
 
     def record(self, events: Sequence[ForwardEvent]) -> None:
         """Write the pass that has just run, of one forward for each request in it, ascending.
@@ -68,7 +61,7 @@ class Recorder:
         self._before.pop(request, None)
 
     def _pass(self, events: Sequence[ForwardEvent], layers: list[LayerObservation]) -> Pass:
-        cosines = self._all_cosines(events, layers)
+        cosines = self._cosines(events, layers)
         return Pass(
             pass_id=self._num_passes,
             requests=np.array([event.request for event in events]),
@@ -80,8 +73,8 @@ class Recorder:
             num_masked_in=np.array([np.count_nonzero(event.is_masked_in) for event in events]),
             num_accepted=np.array([np.count_nonzero(event.accepted) for event in events]),
             wall_ns=events[0].wall_ns,
-            cos_router_input=np.stack([router_input for router_input, _ in cosines]),
-            cos_layer_output=np.stack([output for _, output in cosines]),
+            cos_router_input=cosines[:, : len(layers)],
+            cos_layer_output=cosines[:, len(layers) :],
             positions=np.concatenate([event.positions for event in events]),
             token_ids_in=np.concatenate([event.token_ids_in for event in events]),
             is_masked_in=np.concatenate([event.is_masked_in for event in events]),
@@ -95,28 +88,30 @@ class Recorder:
             signals=self._signals(layers),
         )
 
-    def _all_cosines(
-        self, events: Sequence[ForwardEvent], layers: list[LayerObservation]
-    ) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-        """Cosines of each request, whose tokens stand one after the other in what was observed."""
-        found = []
-        start = 0
-        for event in events:
-            rows = slice(start, start + len(event.positions))
-            now = [LayerOutputs(layer.router_input[rows], layer.output[rows]) for layer in layers]
-            found.append(self._cosines(event, now))
-            self._before[event.request] = now
-            start = rows.stop
-        return found
+    def _cosines(self, events: Sequence[ForwardEvent], layers: list[LayerObservation]) -> NDArray[np.float32]:
+        """Mean cosine similarity to the block's previous forward, [R, 2 * L]; NaN in its first.
 
-    def _cosines(self, event: ForwardEvent, now: list[LayerOutputs]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Mean cosine similarity of each layer to the block's previous forward, [L] each; NaN in its first."""
-        if event.iteration == 0 or event.block < 0:
-            return np.full(len(now), np.nan, np.float32), np.full(len(now), np.nan, np.float32)
-        pairs = list(zip(self._before[event.request], now, strict=True))
-        router_input = [_mean_cosine(a.router_input, b.router_input) for a, b in pairs]
-        output = [_mean_cosine(a.output, b.output) for a, b in pairs]
-        return _stacked(router_input), _stacked(output)
+        Router inputs of all layers come first, then their outputs. Requests stand one after the other in what was
+        observed. All layers are compared at once: on a GPU, each of them alone would take longer to launch than to run.
+        """
+        found = np.full((len(events), 2 * len(layers)), np.nan, np.float32)
+        if all(event.block < 0 for event in events):  # what follows a prefill is not compared with it
+            return found
+        outputs = torch.stack([*(layer.router_input for layer in layers), *(layer.output for layer in layers)])
+        means: dict[int, Tensor] = {}
+        start = 0
+        for nth, event in enumerate(events):
+            now = outputs[:, start : start + len(event.positions)]
+            start += len(event.positions)
+            if event.block < 0:
+                continue
+            if event.iteration:
+                before = self._before[event.request]
+                means[nth] = cosine_similarity(before.float(), now.float(), dim=-1).mean(-1)
+            self._before[event.request] = now
+        if means:
+            found[list(means)] = _stacked(means.values())
+        return found
 
     def _signals(self, layers: list[LayerObservation]) -> Signals | None:
         if not self._observation.sketches:
@@ -134,11 +129,6 @@ class Recorder:
 def _stacked(tensors: Iterable[Tensor]) -> NDArray[Any]:
     """One array of all layers, copied from the device at once."""
     return torch.stack(list(tensors)).cpu().numpy()
-
-
-def _mean_cosine(before: Tensor, now: Tensor) -> Tensor:
-    """Cosine similarity of rows [T, H], mean over T."""
-    return cosine_similarity(before.float(), now.float(), dim=-1).mean()
 
 
 def trace_metadata(
