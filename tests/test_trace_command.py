@@ -156,6 +156,42 @@ def test_the_doctor_finds_nothing(workplace, oled_trace, gate_dtype, block_lengt
     assert report.num_pairs == report.num_tokens * 3 * 4
 
 
+@pytest.mark.parametrize(
+    ("loop", "options"),
+    [
+        ("hf20", ["decode.sampler=stock", "decode.seed=3"]),
+        ("hf21", ["decode.edit_threshold=0.1", "decode.mask_mode=soft01", "decode.max_post_steps=2"]),
+        ("sglang_joint_threshold", ["decode.always_commit=false"]),
+    ],
+)
+def test_loops_of_the_engines_side_by_side(workplace, oled_trace, loop, options):
+    code, out, err = oled_trace(*FAST, "decode.gen_length=10", f"decode.loop={loop}", "decode.batch=2", *options)
+    assert (code, err) == (0, "")
+    assert [f"--- line {n}: " in out for n in (1, 2, 3)] == [True] * 3
+    reader = TraceReader(workplace / "out.trace")
+    assert max(len(item.requests) for item in reader) == 2
+    assert reader.metadata.decode["loop"] == loop
+    for option in options:
+        key, value = option.removeprefix("decode.").split("=")
+        found = reader.metadata.seed if key == "seed" else reader.metadata.decode[key]
+        assert str(found).lower() == value
+    assert check(workplace / "out.trace").findings == []
+
+
+def test_prompts_as_messages_of_a_user(workplace, oled_trace, checkpoint):
+    shutil.copytree(checkpoint, workplace / "chatty")
+    template = "pens: {{ messages[0].content }}{% if add_generation_prompt %} = {% endif %}"
+    (workplace / "chatty" / "chat_template.jinja").write_text(template)
+    (workplace / "plain.txt").write_text("".join(f"pens: {text} = \n" for text in PROMPTS))
+    assert oled_trace(*FAST, "chat=true", model="chatty")[0] == 0
+    assert oled_trace(*FAST, model="chatty", prompts="plain.txt", output="plain.trace")[0] == 0
+    chat, plain = TraceReader(workplace / "out.trace"), TraceReader(workplace / "plain.trace")
+    for one, other in zip(chat, plain, strict=True):
+        assert one.token_ids_in.tolist() == other.token_ids_in.tolist()
+    assert len(chat.metadata.details["chat_template"]) == 64
+    assert "chat_template" not in plain.metadata.details
+
+
 def test_a_trace_is_replaced_only_on_request(workplace, oled_trace):
     assert oled_trace(*FAST)[0] == 0
     first = TraceReader(workplace / "out.trace").metadata.content_hash
@@ -217,6 +253,12 @@ def test_bad_prompts(workplace, oled_trace, content, message):
         (["decode.threshold=2"], {}, "threshold 2.0: must be from 0 to 1"),
         (["decode.loop=autoregressive"], {}, "decode loop 'autoregressive': allowed: dinfer, hf20, "),
         (["decode.block_length=many"], {}, "decode.block_length: "),
+        (["decode.batch=33"], {}, "batch 33: must be from 1 to 32"),
+        (["decode.temperature=-1"], {}, "temperature -1.0: must be a number, 0 or more"),
+        (["decode.edit_threshold=0.5"], {}, "edit_threshold 0.5: the loop dinfer has no such setting, only hf21, "),
+        (["decode.loop=hf21", "decode.mask_mode=hard"], {}, "mask_mode 'hard': allowed: strict, soft01"),
+        (["decode.steps=few"], {}, "decode.steps: Value 'few' of type 'str' could not be converted"),
+        (["chat=true"], {}, "tiny: no chat_template.jinja, and no chat_template in tokenizer_config.json; chat=true"),
         (["decode.blocklength=8"], {}, "decode.blocklength: no such key; did you mean block_length?"),
         (["decode.block_length=257"], {}, "block_length 257: must be at most the model's 256 positions"),
         (

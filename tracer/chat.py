@@ -89,9 +89,9 @@ def render_prompts(template: ChatTemplate, prompts: Sequence[Prompt]) -> list[Pr
     return [prompt._replace(text=template.render(prompt.text)) for prompt in prompts]
 
 
-def _to_json(value: Any, **options: Any) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """As text for a model: unlike Jinja's own filter, nothing is escaped for HTML."""
-    return json.dumps(value, **{"ensure_ascii": False} | options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise(message: str) -> NoReturn:

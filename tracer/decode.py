@@ -231,7 +231,7 @@ def _run(windows: list[Window], model: BatchModel) -> list[Reply]:
     start = 0
     for window in windows:
         rows = slice(start, start + len(window.token_ids))
-        replies.append(Reply(logits[rows], Prediction(*(values[rows] for values in prediction)), wall_ns))
+        replies.append(Reply(logits[rows], Prediction._make(values[rows] for values in prediction), wall_ns))
         start = rows.stop
     return replies
 

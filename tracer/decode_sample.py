@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+CHUNK = 256  # rows whose probabilities are computed at once: those of a long window would be as large as its logits
+
 
 class Prediction(NamedTuple):
     """What one forward says of each of its positions; probabilities are of the raw logits, in float32."""
@@ -27,10 +29,14 @@ class Proposal(NamedTuple):
 
 def predict(logits: Tensor, token_ids: NDArray[np.int64]) -> Prediction:
     """Read logits [T, V]: the likeliest token, its probability, and that of the token fed in."""
-    probabilities = torch.softmax(logits.float(), dim=-1)
     best = logits.argmax(dim=-1)
     current = torch.as_tensor(token_ids, device=logits.device)
-    return Prediction(best.cpu().numpy(), _probability(probabilities, best), _probability(probabilities, current))
+    found = []
+    for part, *ids in zip(logits.split(CHUNK), best.split(CHUNK), current.split(CHUNK), strict=True):
+        probabilities = torch.softmax(part.float(), dim=-1)
+        found.append(torch.stack([probabilities.gather(1, i[:, None])[:, 0] for i in ids]))
+    p_best, p_current = torch.cat(found, dim=1).cpu().numpy()
+    return Prediction(best.cpu().numpy(), p_best, p_current)
 
 
 def draw(logits: Tensor, temperature: float, rng: np.random.Generator, *, tempered_confidence: bool) -> Proposal:

@@ -9,6 +9,7 @@ from typing import Any
 from tracer.schema import TraceError, choices
 
 MAX_BATCH = 32
+UNSET: Any = None  # by the caller; no reader finds it where the loop has the setting
 SAMPLERS = ("greedy", "stock")
 MASK_MODES = ("strict", "soft01")
 
@@ -54,21 +55,21 @@ class DecodeSettings:
     eos_id: int
     loop: str = "dinfer"
     block_length: int = 16
-    threshold: float | None = None  # of the probability from which on a mask becomes a token
+    threshold: float = UNSET  # of the probability from which on a mask becomes a token
     gen_length: int = 128
     early_stop: bool = True  # at the end of text
     temperature: float = 0.0  # 0 takes the likeliest token
     seed: int = 0  # of what is drawn
     batch: int = 1  # requests that run side by side
-    sampler: str | None = None  # of hf20 at temperature 0: greedy, or stock, which draws at temperature 1
-    steps: int | None = None  # of hf20: most forwards of a block
-    minimal_topk: int | None = None  # of hf20: steps are at most gen_length // minimal_topk
-    edit_threshold: float | None = None  # above which a token is replaced by a likelier one
-    max_post_steps: int | None = None  # forwards of a block without masks that may still edit
-    num_to_transfer: int | None = None  # of hf21: masks that become tokens in a forward at least
-    mask_mode: str | None = None  # of hf21: strict, or soft01, the mask that the released loop passes by mistake
-    penalty: float | None = None  # of sglang_joint_threshold: off the logit of the token before
-    always_commit: bool | None = None  # of sglang_joint_threshold: also where the last forward changed nothing
+    sampler: str = UNSET  # of hf20 at temperature 0: greedy, or stock, which draws at temperature 1
+    steps: int = UNSET  # of hf20: most forwards of a block
+    minimal_topk: int = UNSET  # of hf20: steps are at most gen_length // minimal_topk
+    edit_threshold: float = UNSET  # above which a token is replaced by a likelier one
+    max_post_steps: int = UNSET  # forwards of a block without masks that may still edit
+    num_to_transfer: int = UNSET  # of hf21: masks that become tokens in a forward at least
+    mask_mode: str = UNSET  # of hf21: strict, or soft01, the mask that the released loop passes by mistake
+    penalty: float = UNSET  # of sglang_joint_threshold: off the logit of the token before
+    always_commit: bool = UNSET  # of sglang_joint_threshold: also where the last forward changed nothing
 
     def __post_init__(self) -> None:
         if self.loop not in LOOP_NAMES:

@@ -197,7 +197,7 @@ class Decoding:
         rows = slice(active - start, None)
         seen = Active(
             reply.logits[rows],
-            Prediction(*(values[rows] for values in reply.prediction)),
+            Prediction._make(values[rows] for values in reply.prediction),
             token_ids[rows],
             masked[rows],
             np.arange(active, start + len(token_ids)) < self.prompt_length,
