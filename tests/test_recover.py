@@ -48,7 +48,7 @@ def by_request(passes):
 
 
 @given(traces(signals=None), st.sampled_from(GATE_DTYPES), st.sampled_from([1, 200, 1 << 20]), st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_finished_requests_come_back_as_they_were(tmp_path_factory, drawn, gate_dtype, group_ids, data):
     shape, passes = drawn
     directory = tmp_path_factory.mktemp("t")
