@@ -10,6 +10,8 @@ from replay.calibrate_plans import Design, Extent
 from replay.fits import Rate, rate_of
 from replay.repeats import Repeated
 
+_MANY = 4  # experts of a batch that copies run beside
+
 
 class Slowdowns(NamedTuple):
     """How much longer copies and CPU batches take while both run."""
@@ -92,6 +94,7 @@ def layer_costs(
         if o.cpu
     }
     last = [d for d, o in computed.items() if o.ends_by_cpu]
+    cpu = rate_of(cpu_times)
     costs = LayerCosts(
         layer_ns=layer_ns,
         gate_sync_ns=gate_sync_ns,
@@ -99,10 +102,10 @@ def layer_costs(
         kernel=rate_of(kernels),
         hits=rate_of({(d.num_hits, d.hit_rows(top_k)): o.hits for d, o in only_hits.items()}),
         copy=demand_copy(observed),
-        cpu=rate_of(cpu_times),
+        cpu=cpu,
         roundtrip_ns=max(0.0, _mean(after_t2(d) - cpu_times[_cpu_size(d)].mean_ns for d in last)),
         after_cpu_ns=max(0.0, _mean(_wait(observed[d], layer_ns[d.extent], decide_ns) for d in last) - _mean(waits)),
-        slowdowns=_slowdowns(observed, cpu_times, first_copy_ns),
+        slowdowns=_slowdowns(observed, cpu, first_copy_ns),
         tail=tail,
         decide_ns=decide_ns,
         errors={},
@@ -134,17 +137,22 @@ def charged_ns(costs: LayerCosts, design: Design, top_k: int, transfer_chunk: in
     return costs.layer_ns[design.extent] + costs.gate_sync_ns + costs.decide_ns + max(gpu_ns, cpu_ns)
 
 
-def _slowdowns(
-    observed: Mapping[Design, Observed], cpu_times: Mapping[Extent, Repeated], first_copy_ns: float
-) -> Slowdowns:
-    """What copies and batches cost each other: sums over the designs that have both, over the same sums alone."""
+def _slowdowns(observed: Mapping[Design, Observed], cpu: Rate, first_copy_ns: float) -> Slowdowns:
+    """What copies and batches cost each other: means over the designs that have both, each against it alone.
+
+    Batches of few experts are left out where there are larger ones: they end before many copies have begun.
+    """
     both = {d: o for d, o in observed.items() if d.num_on_cpu and d.num_transfers}
     alone_ns = _mean(o.copy.mean_ns for d, o in observed.items() if o.copy and not d.num_on_cpu)
     beside_ns = _mean(o.copy.mean_ns for o in both.values() if o.copy)
     h2d = beside_ns / alone_ns if alone_ns > 0 and beside_ns > 0 else 1.0
-    batches = [(o.cpu.mean_ns - first_copy_ns, cpu_times[_cpu_size(d)].mean_ns) for d, o in both.items() if o.cpu]
-    cpu = sum(slow for slow, _ in batches) / sum(alone for _, alone in batches) if batches else 1.0
-    return Slowdowns(h2d, cpu)
+    least = min(_MANY, max((d.num_on_cpu for d in both), default=0))
+    ratios = [
+        (o.cpu.mean_ns - first_copy_ns) / max(1.0, cpu.ns(*_cpu_size(d)))
+        for d, o in both.items()
+        if o.cpu and d.num_on_cpu >= least
+    ]
+    return Slowdowns(h2d, _mean(ratios) if ratios else 1.0)
 
 
 def _cpu_size(design: Design) -> tuple[int, int]:

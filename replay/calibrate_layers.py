@@ -119,6 +119,8 @@ def choose_designs(settings: Settings, shape: ModelShape, num_residents: int, co
     found += [Design(block, kv_len, hits, number) for hits, number in product((few, most), settings.transfers)]
     for number, load in product(settings.cpu_experts, settings.cpu_loads):
         found.append(Design(block, kv_len, beside, 0, number, load))
+    large = max(settings.cpu_experts)  # as where a prompt is read
+    found += [Design(max(settings.tokens), kv_len, beside, 0, n, settings.cpu_loads[-1]) for n in (large, 2 * large)]
     for number in settings.cpu_experts:
         num_transfers = max(1, round(number * copies_per_expert))
         found += [Design(block, kv_len, beside, num_transfers, number, load) for load in settings.cpu_loads[:2]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from policies.profile import NON_EXPERT_BYTES, HardwareProfile, Roofline, ShapeCosts, layer_weights
@@ -10,6 +10,7 @@ from replay.calibrate import Measured, ShapeMeasured, in_us
 from replay.calibrate_costs import LayerCosts
 from replay.calibrate_layers import TRANSFER_CHUNK
 from replay.calibrate_link import MIB
+from replay.calibrate_plans import Design
 from replay.repeats import Repeated
 
 _UNSEEN_FLOPS_PER_S = 1e15  # where more rows of an expert took the CPU no longer
@@ -154,7 +155,14 @@ def _shape_notes(found: ShapeMeasured, read_bytes_per_s: float) -> list[str]:
         f"{len(costs.errors)} designs of layers by these costs: off by {costs.mean_error:.1%} on average, {costs.max_error:.1%} "
         "at most. Mean error:",
         "  " + ", ".join(f"{kind} {_mean(errors):+.1%}" for kind, errors in _by_kind(costs).items()),
+        "Each, by tokens:hits:copies:CPU experts x rows of each:",
+        *_lines(f"{_short(design)} {error:+.1%}" for design, error in sorted(costs.errors.items())),
     ]
+
+
+def _short(design: Design) -> str:
+    counts = f"{design.num_tokens}:{design.num_hits}:{design.num_transfers}"
+    return f"{counts}:{design.num_on_cpu}x{design.cpu_load}" if design.num_on_cpu else counts
 
 
 def _by_kind(costs: LayerCosts) -> dict[str, list[float]]:
@@ -165,8 +173,12 @@ def _by_kind(costs: LayerCosts) -> dict[str, list[float]]:
 
 
 def _table(times: Mapping[str, Repeated]) -> list[str]:
-    """Times in lines of at most 100 characters."""
-    cells = [f"{name} {time.mean_ns / 1000:.1f} ({time.spread:.0%})" for name, time in times.items()]
+    """Times with their spread."""
+    return _lines(f"{name} {time.mean_ns / 1000:.1f} ({time.spread:.0%})" for name, time in times.items())
+
+
+def _lines(cells: Iterable[str]) -> list[str]:
+    """Cells in lines of at most 100 characters."""
     lines = [""]
     for cell in cells:
         if len(lines[-1]) + len(cell) > 98:
