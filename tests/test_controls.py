@@ -70,6 +70,16 @@ def test_uniform_routing_is_what_chance_gives():
     assert (np.diff(ids, axis=1) > 0).all()
 
 
+@pytest.mark.parametrize(("num_tokens", "distinct"), [(1, 8), (16, 101.96), (32, 163.31)])
+def test_u1_distinct_experts_of_tokens_that_choose_8_of_256_by_chance(num_tokens, distinct):
+    shape, passes = random_passes(
+        np.random.default_rng(0), num_layers=8, num_experts=256, top_k=8, block_length=num_tokens, num_blocks=4
+    )
+    counts = locality.activated_counts(locality.decode_sets(uniform(passes, shape), shape.num_experts))
+    assert counts.size > 50
+    assert counts.mean() == pytest.approx(distinct, abs=4 * counts.std() / np.sqrt(counts.size) + 0.005)
+
+
 def test_uniform_gates_keep_their_values():
     for before, now in zip(PASSES, uniform(PASSES, SHAPE), strict=True):
         np.testing.assert_array_equal(before.gates, now.gates)

@@ -6,6 +6,7 @@ import torch
 from decode_models import EOS, MASK, VOCAB, WORD, ScriptedModel, decode, kinds, settings
 
 from tracer.decode import DecodeError, accept_threshold, decode_request, predict
+from tracer.decode_sample import draw
 from tracer.schema import ForwardKind
 
 PREFILL, DENOISE, IDLE, COMMIT = ForwardKind.PREFILL, ForwardKind.DENOISE, ForwardKind.IDLE, ForwardKind.COMMIT
@@ -190,6 +191,40 @@ def test_s1_softmax():
     assert guess.argmax_ids.tolist() == [0, 0, 0]
     assert guess.p_argmax == pytest.approx([0.66524096] * 3, abs=1e-7)
     assert guess.p_current == pytest.approx([0.66524096, 0.24472847, 0.09003057], abs=1e-7)
+
+
+def test_s1_softmax_over_a_temperature():
+    logits = torch.tensor([[2.0, 1.0, 0.0]] * 200)
+    tempered = np.float32([0.86681333, 0.11731043, 0.01587624])
+    raw = np.float32([0.66524096, 0.24472847, 0.09003057])
+    for expected, as_generate_has_it in ((tempered, True), (raw, False)):
+        ids, confidence = draw(logits, 0.5, np.random.default_rng(0), tempered_confidence=as_generate_has_it)
+        assert set(ids.tolist()) == {0, 1, 2}
+        np.testing.assert_allclose(confidence, expected[ids], atol=1e-7)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    num_draws, logits = 40_000, torch.tensor([2.0, 1.0, 0.0, -1e9, 1.5])
+    ids, _ = draw(logits.expand(num_draws, -1), 0.5, np.random.default_rng(0), tempered_confidence=True)
+    likely = (logits / 0.5).softmax(0).numpy()
+    found = np.bincount(ids, minlength=5)
+    assert found[3] == 0
+    kept = [0, 1, 2, 4]
+    expected = num_draws * likely[kept]
+    assert ((found[kept] - expected) ** 2 / expected).sum() < 16.3  # chi squared, 3 degrees of freedom
+
+
+def test_what_is_drawn_is_the_number_below_which_the_probabilities_add_up():
+    class Numbers:
+        def __init__(self, *numbers):
+            self.numbers = numbers
+
+        def random(self, count):
+            return np.array(self.numbers)
+
+    logits = torch.tensor([0.5, 0.25, 0.25]).log().expand(5, -1)
+    ids, _ = draw(logits, 1.0, Numbers(0.0, 0.49, 0.51, 0.76, 1 - 1e-12), tempered_confidence=True)
+    assert ids.tolist() == [0, 0, 1, 2, 2]
 
 
 def test_logits_that_are_not_finite_are_refused():
