@@ -21,7 +21,7 @@ from tracer.schema import ForwardKind, TraceError
 from tracer.store import TraceWriter
 
 SMALL = DECODER | {"num_hidden_layers": 3, "num_experts": 16, "n_group": 4, "topk_group": 2}
-PROMPTS = [[5] * 3 + [9, 8, 7, 1], [3] * 8 + [4] * 8, [2, 30, 11] * 4, [12]]
+PROMPTS = [[5] * 3 + [9, 8, 7, 1], [3] * 8 + [4] * 4, [2, 30, 11] * 3, [12]]
 LOOPS = [
     {"loop": "dinfer", "threshold": 0.2},
     {"loop": "dinfer", "threshold": 0.3, "temperature": 0.8},
@@ -46,7 +46,7 @@ class Passes(list):
 
 
 def settings(**changes):
-    values = {"block_length": 8, "gen_length": 10, "mask_id": MASK_ID, "eos_id": EOS_ID}
+    values = {"block_length": 8, "gen_length": 7, "mask_id": MASK_ID, "eos_id": EOS_ID}
     return DecodeSettings(**values | changes)
 
 
@@ -121,7 +121,7 @@ def test_a_pass_holds_all_that_run_and_a_new_request_is_prefilled_by_itself():
 def test_requests_of_one_pass_are_at_different_blocks_and_kinds():
     _, passes = trace(loop="sglang_joint_threshold", threshold=0.2, edit_threshold=0.15, batch=3)
     assert any(len(set(item.blocks.tolist())) > 1 for item in passes)
-    assert any(len(set(item.kinds.tolist())) > 2 for item in passes)
+    assert any(len(set(item.kinds.tolist())) > 1 for item in passes)
     assert all(item.kind == min(item.kinds) for item in passes)
 
 
@@ -130,7 +130,7 @@ def test_32_requests_of_single_positions():
     texts = {}
     for batch in (1, 32):
         passes = Passes()
-        chosen = settings(loop="sglang_low_confidence", block_length=1, gen_length=2, batch=batch)
+        chosen = settings(loop="sglang_low_confidence", block_length=1, gen_length=1, batch=batch)
         results = trace_prompts(model(), prompts, chosen, passes)
         texts[batch] = [result.token_ids.tolist() for result in results]
         assert max(len(item.requests) for item in passes) == batch
