@@ -94,7 +94,7 @@ def dinfer(prompt, s, forward, rng):
         if s.early_stop and s.eos_id in x[start : start + B]:
             x[start + B :] = [s.eos_id] * len(x[start + B :])
             break
-    return ran, x, [i for i in x[: len(prompt) + s.gen_length] if i != s.eos_id]
+    return ran, x, [i for i in x if i != s.eos_id]
 
 
 def take_above(open_, found, threshold, quota, start):

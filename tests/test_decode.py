@@ -243,5 +243,5 @@ def test_prompt_with_a_mask_is_refused():
 
 def test_what_dinfer_returns_holds_the_prompt_and_no_end_of_text_at_all():
     result, _ = decode(ScriptedModel(4, {10: EOS}), [2, EOS, 3] + [2] * 5, block_length=8, gen_length=5)
-    assert result.returned_ids == [2, 3, *[2] * 5, WORD, WORD, WORD, WORD]
+    assert result.returned_ids == [2, 3, *[2] * 5, *[WORD] * 7]  # to the end of the block
     assert result.generated_ids == [WORD] * 4

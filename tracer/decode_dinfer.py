@@ -20,7 +20,7 @@ def decode_dinfer(decoding: Decoding) -> Steps[Ending]:
     """Decode as dInfer's BlockDiffusionLLM does: prefill, then block after block on committed keys and values.
 
     A prompt shorter than a block is prefilled with the masks of its block; nothing is committed then. The end of text
-    counts also where it stands in the prompt's tail, and all of them are dropped from what is returned.
+    counts also where it stands in the prompt's tail. What is returned is prompt and whole blocks, less every end of text.
 
     Raises:
         DecodeError: an unroll accepts nothing while masks remain. Differs: dInfer would run for ever.
@@ -38,8 +38,7 @@ def decode_dinfer(decoding: Decoding) -> Steps[Ending]:
             decoding.end_here(stop)
             break
     answer = decoding.answer
-    returned = tokens[: decoding.prompt_length + settings.gen_length]
-    return Ending(answer[answer != settings.eos_id], returned[returned != settings.eos_id])
+    return Ending(answer[answer != settings.eos_id], tokens[tokens != settings.eos_id])
 
 
 def _decode_block(decoding: Decoding, block: int, start: int, stop: int) -> Steps[None]:
