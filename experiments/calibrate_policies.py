@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from statistics import median
 
 from experiments.calibration import context_of
@@ -33,7 +33,9 @@ class Routing:
 
 
 def read_routing(names: Sequence[str] | None, num_forwards: int) -> Routing:
-    """The first decode forwards of a trace's last request, and the policies that can run on them.
+    """The last decode forwards of a trace's last request, and the policies that can run on them.
+
+    Comparisons with hardware run the first ones, so that what they judge is not calibrated on.
 
     Args:
         names: of policies; None is all that are built from no trace.
@@ -56,7 +58,7 @@ def read_routing(names: Sequence[str] | None, num_forwards: int) -> Routing:
             policies[name] = policy
         elif names is not None:
             raise PolicyError(f"{name} is a bound, which no hardware runs")
-    return Routing(shape, list(islice(passes, num_forwards)), policies, names is not None)
+    return Routing(shape, list(deque(passes, num_forwards)), policies, names is not None)
 
 
 def measure_policies(
@@ -69,7 +71,8 @@ def measure_policies(
 ) -> tuple[dict[str, float], float]:
     """Time that each policy costs at a gate, ns, with `default`, their median; and the largest spread.
 
-    Each runs at the first shape with each cache size; its time is the mean over sizes.
+    Each runs at the first shape with each cache size; its time is the mean over sizes of
+    the median over forwards, since a few forwards that other work disturbs would weigh more than in a long run.
 
     Raises:
         PolicyError, ProfileError: a policy that was named cannot run with these slots, or memory is short.
@@ -102,7 +105,7 @@ def measure_policies(
                 say(f"{name}: not measured, {error}")
     finally:
         runs.close()
-    times = {name: sum(cost.time.mean_ns for cost in each) / len(each) for name, each in costs.items()}
+    times = {name: sum(cost.time.median_ns for cost in each) / len(each) for name, each in costs.items()}
     for name, each in costs.items():
         decisions = ", ".join(f"{cost.decide_us:.1f}" for cost in each)
         say(f"{name} {times[name] / 1000:.1f} us at a gate, of which the decision {decisions}")

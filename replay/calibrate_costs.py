@@ -80,7 +80,7 @@ def layer_costs(
     computed = {d: o for d, o in observed.items() if d.num_on_cpu and not d.num_transfers}
     first_copy_ns = max(0.0, _mean(o.first_copy.mean_ns for o in copied.values() if o.first_copy))
     # the host is ahead of the GPU in layers with copies: where it is not, kernels and roundtrip carry that
-    waits = [o.before.mean_ns - layer_ns[d.extent] - decide_ns for d, o in copied.items()]
+    waits = [_wait(o, layer_ns[d.extent], decide_ns) for d, o in copied.items()]
     gate_sync_ns = max(0.0, _mean(waits) + first_copy_ns)
 
     def after_t2(design: Design) -> float:
@@ -110,8 +110,36 @@ def layer_costs(
         decide_ns=decide_ns,
         errors={},
     )
-    errors = {d: charged_ns(costs, d, top_k, transfer_chunk) / observed[d].total.mean_ns - 1 for d in observed}
-    return costs._replace(errors=errors)
+    costs = _without_bias(costs, observed, top_k, transfer_chunk)
+    return costs._replace(errors=_errors(costs, observed, top_k, transfer_chunk))
+
+
+def _errors(
+    costs: LayerCosts, observed: Mapping[Design, Observed], top_k: int, transfer_chunk: int
+) -> dict[Design, float]:
+    return {d: charged_ns(costs, d, top_k, transfer_chunk) / o.total.mean_ns - 1 for d, o in observed.items()}
+
+
+def _without_bias(
+    costs: LayerCosts, observed: Mapping[Design, Observed], top_k: int, transfer_chunk: int
+) -> LayerCosts:
+    """The same with that slowdown of the CPU by which layers with copies and CPU experts are right on average.
+
+    It stays within a tenth of what batches took: it is not to make up for what else may be off.
+    """
+    both = {d: o for d, o in observed.items() if d.num_on_cpu and d.num_transfers}
+    least = min(_MANY, max((d.num_on_cpu for d in both), default=0))
+    both = {d: o for d, o in both.items() if d.num_on_cpu >= least}
+    if not both:
+        return costs
+    found = max(1.0, costs.slowdowns.cpu)
+    low, high = max(1.0, 0.9 * found), 1.1 * found
+    for _ in range(50):
+        middle = (low + high) / 2
+        tried = costs._replace(slowdowns=costs.slowdowns._replace(cpu=middle))
+        too_much = _mean(_errors(tried, both, top_k, transfer_chunk).values()) > 0
+        low, high = (low, middle) if too_much else (middle, high)
+    return costs._replace(slowdowns=costs.slowdowns._replace(cpu=low))
 
 
 def demand_copy(observed: Mapping[Design, Observed]) -> Repeated:
@@ -160,7 +188,7 @@ def _cpu_size(design: Design) -> tuple[int, int]:
 
 
 def _wait(observed: Observed, layer_ns: float, decide_ns: float) -> float:
-    return observed.before.mean_ns - layer_ns - decide_ns
+    return observed.before.median_ns - layer_ns - decide_ns
 
 
 def _at(time_ns: float, like: Repeated) -> Repeated:

@@ -16,6 +16,7 @@ from faked import FakeDevice
 
 from experiments import calibrate as command
 from experiments.calibrate import profile_as_yaml, write_profile
+from experiments.calibrate_policies import read_routing
 from experiments.profiles import load_profile, load_shape, names, profile_from_dict
 from policies.profile import ProfileError
 from replay import calibrate, cpu_experts, link_state
@@ -511,6 +512,15 @@ def test_the_whole_command_without_a_gpu(tmp_path, tiny, capsys):
     with pytest.raises(SystemExit):
         run(path, "--shape", tiny, *QUICKLY)
     assert "exists already; --overwrite replaces it" in capsys.readouterr().err
+
+
+def test_policies_run_on_forwards_that_comparisons_do_not_reach():
+    routing = read_routing(["lru"], 16)
+    assert len(routing.passes) == 16
+    assert {int(pass_.requests[0]) for pass_ in routing.passes} == {2}
+    assert routing.passes[-1].pass_id == 204  # of 205, 103 of them of this request
+    assert not any(pass_.is_prefill for pass_ in routing.passes)
+    assert list(routing.policies) == ["lru"]
 
 
 @pytest.mark.parametrize(

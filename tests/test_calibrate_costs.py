@@ -106,6 +106,22 @@ def test_a_policy_costs_nothing_less_than_nothing(found):
     assert (time.median_ns, time.mean_ns) == (0, 0)
 
 
+@pytest.mark.parametrize(("factor", "is_met"), [(0.98, True), (1.02, True), (0.7, False), (1.5, False)])
+def test_layers_with_both_are_right_on_average_within_a_tenth_of_what_batches_took(factor, is_met):
+    chosen = designs()
+    observed, tail = observe([simulated(designed(a_shape(), LAYERS, 64, chosen))], chosen)
+    both = [design for design in chosen if design.num_on_cpu >= 4 and design.num_transfers]
+    for design in both:
+        total = factor * observed[design].total.mean_ns
+        observed[design] = observed[design]._replace(total=Repeated(total, 0.0, total))
+    known = {design.extent: own_part_ns(*design.extent) for design in chosen}
+    found = layer_costs(observed, tail, known, COSTS.policy_ns, TOP_K, CHUNK)
+    bias = np.mean([found.errors[design] for design in both])
+    assert (abs(bias) < 1e-6) == is_met
+    assert found.slowdowns.cpu + 1e-9 >= 0.9 * 1.1
+    assert found.slowdowns.cpu <= 1.1 * 1.1 + 1e-9
+
+
 # What an executor pays beyond the rules, in whole us of its log
 WAIT, FIRST_COPY, LEAD, RETURN, AHEAD, DECIDE = 15_000, 12_000, 40_000, 20_000, 9_000, 5_000
 
