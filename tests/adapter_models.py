@@ -58,7 +58,7 @@ class DInferGate(nn.Module):
 
 
 class DInferBlock(nn.Module):
-    """Never calls its gate as a module."""
+    """Never calls its gate as a module; its experts write over their input, as fused ones do."""
 
     def __init__(self, ours):
         super().__init__()
@@ -66,10 +66,11 @@ class DInferBlock(nn.Module):
         self.experts, self.shared_experts = ours.experts, ours.shared_experts
 
     def forward(self, hidden_states):
-        x = hidden_states.flatten(0, 1)
+        shared = self.shared_experts(hidden_states)
+        x = hidden_states.view(-1, hidden_states.shape[-1])
         logits = self.gate.get_logits(x)
         weights, ids = self.gate.routing(hidden_states=x, gating_output=logits, topk=4, renormalize=True)
-        return self.experts(x, ids, weights).view_as(hidden_states) + self.shared_experts(hidden_states)
+        return x.copy_(self.experts(x, ids, weights)).view_as(hidden_states) + shared
 
 
 class QwenBlock(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 
@@ -66,14 +67,14 @@ class Forward:
         """
         self._check_hooks(rules)
         _, ids, weights = zip(*self.routed, strict=True)
-        expert_ids = torch.stack(ids).cpu().numpy()  # all layers at once from the device
+        expert_ids = stacked(ids).cpu().numpy()
         if expert_ids.min() < 0 or expert_ids.max() >= rules.num_experts:
             raise TraceError(
                 f"expert ids {expert_ids.min()} to {expert_ids.max()}: must be 0 to {rules.num_experts - 1}"
             )
         self.expert_ids = expert_ids.astype(np.uint16)
         is_exact = weights[0].dtype in (torch.float32, torch.float64)
-        self._normalise(torch.stack(weights).double().cpu().numpy(), rules, is_exact)
+        self._normalise(stacked(weights).double().cpu().numpy(), rules, is_exact)
         self._predict(logits, rules.logits_shift)
         self.wall_ns = perf_counter_ns() - self._began
 
@@ -126,6 +127,11 @@ class Forward:
                 raise TraceError("logits are not finite")
             self.argmax_ids[here], self.p_argmax[here] = guess.argmax_ids, guess.p_argmax
             self.p_current[here] = guess.p_current
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor of all layers, which may lie on several devices, on that of the first."""
+    return torch.stack([values.to(tensors[0].device) for values in tensors])
 
 
 def _miscount(fired: list[int], expected: tuple[int, ...]) -> str:

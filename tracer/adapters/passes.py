@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from tracer.adapters.forward import Forward, Rules
+from tracer.adapters.forward import Forward, Rules, stacked
 from tracer.schema import ForwardKind, Pass
 
 
@@ -80,7 +80,7 @@ def _cosines(
         if not all(layer_id in was and layer_id in values for layer_id in layer_ids):
             return unknown
         cosines = [cosine_similarity(_rows(was[i], old), _rows(values[i], new), dim=-1).mean() for i in layer_ids]
-        return torch.stack(cosines).cpu().numpy()
+        return stacked(cosines).cpu().numpy()
 
     return mean_cosines(before.router_inputs, now.router_inputs), mean_cosines(before.outputs, now.outputs)
 

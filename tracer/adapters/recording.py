@@ -58,15 +58,15 @@ class Recording:
         self._running = forward
 
     def routed(self, layer_id: int, ids: Tensor, weights: Tensor) -> None:
-        """The gate of a layer chose ids [T, K] with these weights [T, K]."""
+        """The gate of a layer chose ids [T, K] with these weights [T, K]; copies are kept of both."""
         if self._running is None:
             self._refuse(f"the hook of layer {layer_id} fired outside of it")
-        self._running.routed.append((layer_id, ids.detach(), weights.detach()))
+        self._running.routed.append((layer_id, ids.detach().clone(), weights.detach().clone()))
 
     def layer_input(self, layer_id: int, router_input: Tensor) -> None:
         """What gate and experts of a layer are given, [1, T, H] or [T, H]."""
-        if self._running is not None:
-            self._running.router_inputs[layer_id] = router_input.detach()
+        if self._running is not None:  # a copy: fused experts write their output over it
+            self._running.router_inputs[layer_id] = router_input.detach().clone()
 
     def layer_output(self, layer_id: int, output: Tensor) -> None:
         """The residual stream after a layer, [1, T, H] or [T, H]."""
