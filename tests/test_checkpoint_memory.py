@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from llada2_models import MINI, config
+from safetensors import SafetensorError
 
 from experiments import trace as command
 from tracer.checkpoint import checkpoint_hash, load, read_index, read_provenance, tensor_shapes
@@ -175,6 +176,18 @@ def test_random_weights_are_all_their_own(tmp_path):
     assert len(torch.stack([mlp.gate.expert_bias for _, mlp in model.moe_layers()]).unique()) == 3 * 16
     write_random(config(initializer_range=0.05), tmp_path / "again", num_shards=3, seed=1)
     assert checkpoint_hash(tmp_path / "again") == checkpoint_hash(tmp_path / "new")
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(*arguments, **named):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("tracer.random_checkpoint.save_file", full)
+    with pytest.raises(
+        TraceError, match=r"model-00000-of-00008\.safetensors cannot be written: I/O error: No space left"
+    ):
+        write_random(config(), tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_random_checkpoints_refuse(tmp_path):

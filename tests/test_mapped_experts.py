@@ -3,7 +3,7 @@ import struct
 
 import pytest
 import torch
-from llada2_models import TINY, Recorder, tiny_model
+from llada2_models import FLASH, MINI, TINY, Recorder, config, tiny_model
 from safetensors.torch import load_file, save_file
 
 from tracer import checkpoint
@@ -128,6 +128,15 @@ def test_mapped_only_where_there_is_no_room(saved, monkeypatch):
         TraceError, match=r"the model without its routed experts takes 0\.0 GB in torch\.float32, cpu has"
     ):
         load(saved, dtype=torch.float32, mapped=None)
+
+
+@pytest.mark.parametrize(
+    ("values", "all_bytes", "rest"), [(MINI, 32_511_286_784, 1_909_644_800), (FLASH, 205_779_410_432, 6_063_431_168)]
+)
+def test_bytes_of_the_released_models(values, all_bytes, rest):
+    """The rest is all bytes less 30,601,641,984 of mini's experts, or 199,715,979,264 of flash's."""
+    assert checkpoint.model_bytes(config(values), torch.bfloat16) == (all_bytes, rest)
+    assert checkpoint.model_bytes(config(values), torch.float32) == (2 * all_bytes, 2 * rest)
 
 
 def test_a_mapped_model_can_be_saved(saved):

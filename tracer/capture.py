@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import numpy as np
@@ -138,7 +138,7 @@ def trace_metadata(
     bias_dtypes = {_name(layer.gate.expert_bias.dtype) for _, layer in model.moe_layers()}
     details = {
         "engine": "oledsim",
-        "versions": {"oledsim": version("oledsim"), "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"oledsim": _version(), "torch": torch.__version__, "python": platform.python_version()},
         "checkpoint_hash": provenance.checkpoint_hash,
         "checkpoint": {"total_size": provenance.total_size, "shards": provenance.shards},
         "mask_id": settings.mask_id,
@@ -163,6 +163,13 @@ def trace_metadata(
         seed=None if settings.is_greedy else settings.seed,
         details=details,
     )
+
+
+def _version() -> str:
+    try:
+        return version("oledsim")
+    except PackageNotFoundError:  # on a machine that has a GPU for a while, sources may be all there is
+        return "of a source tree that is not installed"
 
 
 def _name(dtype: torch.dtype) -> str:

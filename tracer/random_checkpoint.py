@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -44,7 +45,7 @@ def write_random(
         Bytes of all tensors.
 
     Raises:
-        TraceError: the directory exists, or there are more shards than experts.
+        TraceError: the directory exists, there are more shards than experts, or the disk refuses.
     """
     if directory.exists():
         raise TraceError(f"{directory}: exists already; name a directory that is to be made")
@@ -71,7 +72,10 @@ def write_random(
                     tensors[name] = torch.ones(shapes[name], dtype=torch.bfloat16)
                 else:
                     tensors[name] = _taken(weights, start, shapes[name])
-            save_file(tensors, whole / shard, metadata={"format": "pt"})
+            try:
+                save_file(tensors, whole / shard, metadata={"format": "pt"})
+            except SafetensorError as error:  # its word for a full disk, too
+                raise TraceError(f"{directory}: {shard} cannot be written: {error}") from None
             size = sum(tensor.nbytes for tensor in tensors.values())
             total += size
             on_bytes(size)
