@@ -20,7 +20,8 @@ from experiments.curves_points import points_of, run_point
 from experiments.curves_table import as_frame, as_text, facts_of
 from experiments.errors import ConfigError
 from experiments.terminal import mend_streams
-from simulator.curves import CURVES, curves
+from policies.contract import PolicyError
+from simulator.curves import CURVES, NEED_GATES, curves
 from tracer.schema import Pass, TraceError, choices
 from tracer.shipped import find_trace
 from tracer.store import TraceReader
@@ -131,7 +132,7 @@ class _Watched:
 def run(config: DictConfig) -> None:
     """Draw what one configuration asks for, write it and print its table."""
     reader = TraceReader(find_trace(config.trace))
-    names = _names(config.curves)
+    names = _known(_names(config.curves), reader, is_asked=config.curves != Keys.curves)
     points = points_of(config.points or "", config.points_slots, reader.metadata.shape)
     if not 0 <= config.warmup_requests < reader.num_requests:
         raise TraceError(
@@ -161,6 +162,17 @@ def _names(text: str) -> list[str]:
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"curves={text}: must name one or more, each once")
     return names
+
+
+def _known(names: list[str], reader: TraceReader, *, is_asked: bool) -> list[str]:
+    """The names without those that the trace cannot give, which are refused where they were asked for."""
+    lacking = [name for name in names if name in NEED_GATES and "gates" in reader.metadata.lacks]
+    if not lacking:
+        return names
+    if is_asked:
+        raise PolicyError(f"curves={','.join(lacking)}: gates are null in this trace, and these rank by them")
+    print(f"{PROGRAM}: without {', '.join(lacking)}, as gates are null in this trace", file=sys.stderr)
+    return [name for name in names if name not in lacking]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from tqdm import tqdm
 
 from experiments.cli import Directories, hydra_command
 from experiments.keys import refuse_unknown
-from tracer.schema import GATE_DTYPES, ForwardKind, ModelShape, Pass, TraceError
+from tracer.schema import GATE_DTYPES, ForwardKind, ModelShape, Pass, TraceError, TraceMetadata
 
 try:
     import torch
@@ -135,7 +136,7 @@ def run(config: DictConfig) -> None:
     if template is not None:
         metadata = replace(metadata, details=metadata.details | {"chat_template": template.hash})
     progress = _Progress(len(prompts), settings.gen_length)
-    with progress.bar, TraceWriter(path, metadata, overwrite=config.output.overwrite) as writer:
+    with progress.bar, _recording(path, metadata, config.output.overwrite) as writer:
         results = trace_prompts(
             model,
             encoded,
@@ -253,6 +254,19 @@ def _load(directory: Path, model_config: LLaDA2Config, config: DictConfig) -> tu
             file=sys.stderr,
         )
     return model, provenance
+
+
+@contextmanager
+def _recording(path: Path, metadata: TraceMetadata, overwrite: bool) -> Iterator[TraceWriter]:
+    """A writer that, whatever stops it, keeps the requests that were finished and says how to have them."""
+    writer = None
+    try:
+        with TraceWriter(path, metadata, overwrite=overwrite, keep_finished=True) as writer:
+            yield writer
+    finally:
+        if writer is not None and writer.kept is not None:
+            remedy = f"`oled-doctor --recover {path}` makes a trace of them"
+            print(f"oled-trace: requests that were finished are kept: {remedy}", file=sys.stderr)
 
 
 def _answer(prompt: Prompt, result: DecodeResult, text: str) -> str:

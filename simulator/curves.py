@@ -29,6 +29,7 @@ CURVES: dict[str, tuple[str, dict[str, Any]] | None] = {
     "confidence": ("oled", {**_ALONE, "priority_signal": "confidence"}),
     "ideal_min": ("ideal_min", {"misses": "h2d"}),
 }
+NEED_GATES = ("gate", "confidence")
 _SIGNALS = {"load": LOAD, "gate": GATE, "confidence": CONFIDENCE}
 
 

@@ -4,17 +4,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from commands import command
 from engines import routed, vllm_answer, write_lines
 from recorded import assert_same
 from strategies import metadata_for, random_passes
 
 from experiments.calibration import context_of, recorded
+from experiments.curves import _known
+from experiments.curves import main as curves_command
 from experiments.generate import main as generate
 from experiments.import_command import main as import_command
 from experiments.run import simulate
 from policies.contract import PolicyError
 from policies.registry import POLICIES, build_policy
-from simulator.curves import curves
+from simulator.curves import CURVES, curves
 from tracer.doctor import check
 from tracer.schema import NO_GATES, TraceError
 from tracer.store import TraceReader, TraceWriter
@@ -117,6 +120,16 @@ def test_curves_of_a_trace_without_gates(bare, whole):
         np.testing.assert_array_equal(one[name].hits, two[name].hits)
     with pytest.raises(PolicyError, match="curve gate: pass 0: the trace does not know"):
         curves(bare, SHAPE, ["gate"], 1)
+
+
+def test_the_curves_command_leaves_out_what_the_trace_cannot_give(bare, tmp_path):
+    def run(names):
+        return command(lambda: curves_command([f"trace={bare.path}", f"output.dir={tmp_path}", *names]))
+
+    asked = run(["curves=gate,lru_id"])
+    assert (asked.code, asked.out) == (2, "")
+    assert asked.err == "oled-curves: error: curves=gate: gates are null in this trace, and these rank by them\n"
+    assert _known([*CURVES], bare, is_asked=False) == [name for name in CURVES if name not in ("gate", "confidence")]
 
 
 def test_no_record_is_made_without_gates(bare):

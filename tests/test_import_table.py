@@ -1,6 +1,8 @@
 """Any Parquet or CSV table as a trace, by a mapping of its columns."""
 
+import re
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -276,6 +278,12 @@ def test_the_layers_of_a_named_shape_must_be_those_of_the_table(oled_import, tmp
 def test_every_named_mapping_is_one():
     for name in MAPPINGS:
         assert load_mapping(name).columns.expert_ids
+
+
+def test_the_documented_mapping_is_the_one_by_that_name():
+    text = (Path(__file__).parent.parent / "docs" / "formats.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert yaml.safe_load(block) == MAPPINGS["moe-policylang"]
 
 
 def test_a_mapping_names_what_holds_the_experts(tmp_path):

@@ -13,9 +13,10 @@ import pytest
 from llada2_models import save_tiny_checkpoint
 
 from experiments import trace as command
-from tracer import prompts
+from tracer import decode_dinfer, prompts
 from tracer.doctor import check
 from tracer.prompts import read_prompts
+from tracer.recover import recover
 from tracer.schema import ForwardKind, TraceError
 from tracer.shipped import find_model
 from tracer.store import TraceReader
@@ -337,6 +338,26 @@ def test_a_decode_error_leaves_nothing(workplace, oled_trace, monkeypatch):
 
     monkeypatch.setattr("tracer.decode_dinfer.accept_threshold", stall)
     refused(workplace, oled_trace, "request 0, block 0, iteration 1: nothing can be accepted", *FAST)
+
+
+def test_a_decode_error_leaves_the_requests_that_were_finished(workplace, oled_trace, monkeypatch):
+    accept, seen = decode_dinfer.accept_threshold, []
+
+    def stall(confidence, eligible, threshold):
+        seen.append(eligible.sum())
+        return accept(confidence, eligible, threshold) if len(seen) < 40 else eligible & False
+
+    monkeypatch.setattr(decode_dinfer, "accept_threshold", stall)
+    (workplace / "prompts.txt").write_text("Sam has 3 pens.\n" * 40)
+    code, out, err = oled_trace(*FAST)
+    assert (code, out) == (2, "")
+    kept, error = err.splitlines()
+    assert kept == (
+        "oled-trace: requests that were finished are kept: `oled-doctor --recover out.trace` makes a trace of them"
+    )
+    request = int(re.match(r"oled-trace: error: request (\d+), block 0", error)[1])
+    assert recover(workplace / "out.trace").num_requests == request > 0
+    assert check(workplace / "out.trace").ok
 
 
 def spawn(directory, *arguments):

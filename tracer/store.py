@@ -93,9 +93,11 @@ class TraceWriter:
         try:
             self._partial.mkdir(parents=True)
             self._journal = Journal(self._partial, text)
-        except OSError as error:
+        except BaseException as error:
             shutil.rmtree(self._partial, ignore_errors=True)
-            raise TraceError(f"{self.path}: cannot make the trace: {first_line(error)}") from error
+            if isinstance(error, OSError):
+                raise TraceError(f"{self.path}: cannot make the trace: {first_line(error)}") from error
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -135,6 +137,11 @@ class TraceWriter:
         self._num_passes += 1
         self._requests.update(pass_.requests.tolist())
 
+    def flush(self) -> None:
+        """Put on disk what was written so far, each request of which is complete: all of them can be recovered then."""
+        if self._pending:
+            self._flush([])
+
     def close(self) -> None:
         """Finish the files, put them on disk, and give the directory its name; closing again does nothing."""
         if not self._open:
@@ -142,7 +149,7 @@ class TraceWriter:
         with self._whole_or_gone():
             if not self._num_passes:
                 raise TraceError(f"{self.path}: no pass was written; a trace has one or more")
-            self._flush([])
+            self.flush()
             metadata = replace(self._metadata, content_hash=self._hash.hexdigest())
             text = dump_metadata(metadata, self._num_passes, len(self._requests))
             for table, writer in self._writers.items():
@@ -197,9 +204,7 @@ class TraceWriter:
             yield
         except PARQUET_ERRORS as error:
             self._discard()
-            kept = "nothing is kept"
-            if self.kept:
-                kept = f"`oled-doctor --recover {self.path}` makes a trace of the requests that were finished"
+            kept = f"{'finished requests are' if self.kept else 'nothing is'} kept"
             raise TraceError(f"{self.path}: cannot be written, {kept}: {first_line(error)}") from error
         except BaseException:
             self._discard()
