@@ -50,6 +50,7 @@ class Workshop:
     def machine(
         self,
         passes: Sequence[Pass],
+        trace_hash: str,
         traced: ModelShape,
         shape: ModelShape,
         num_slots: int,
@@ -60,7 +61,8 @@ class Workshop:
         """A machine for these passes, set to the conditions.
 
         Args:
-            passes: of the run.
+            passes: of the run, the first of the trace.
+            trace_hash: of the trace.
             traced: shape of the traced model.
             shape: sizes that are run.
             num_slots: of all layers, staging included.
@@ -76,7 +78,7 @@ class Workshop:
         device = _device(conditions.device)
         sizes = device, traced.num_layers, traced.num_experts, shape.hidden, shape.expert_intermediate
         of_arena = sizes, conditions.weights, conditions.distinct_experts, conditions.allow_pageable
-        runs = of_arena, shape, traced.top_k, tuple(id(one.expert_ids) for one in passes), _cpu(profile, shape)
+        runs = of_arena, shape, traced.top_k, trace_hash, len(passes), _cpu(profile, shape)
         fits = self._machine is not None and self._made[1] == (runs, profile.transfer_chunk)
         factor = conditions.h2d_bytes_factor
         if not fits or self._layout.num_slots < num_slots or self._layout.most_h2d_bytes_factor < factor:

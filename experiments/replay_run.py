@@ -10,7 +10,6 @@ from itertools import islice
 import numpy as np
 from tqdm import tqdm
 
-from experiments.errors import ConfigError
 from experiments.fidelity_grid import slowed
 from experiments.kept import Kept
 from experiments.policy import name_of
@@ -21,7 +20,9 @@ from policies.contract import Estimates, Policy
 from policies.log import LogChunk, Ragged
 from policies.playback import Decisions, playback
 from policies.profile import ProfileError, estimates_of
+from replay.executor import check_policy
 from replay.run import Replayed, replay
+from tracer.files import metadata_hash
 from tracer.schema import Pass, TraceError
 
 _DECISIONS = ("hits", "transfers", "on_cpu", "retained", "prefetch_layers", "prefetch_experts")
@@ -51,6 +52,7 @@ def run(setting: Setting, conditions: Conditions, kept: Kept, workshop: Workshop
     """
     check_format(setting)
     policy, traced = kept.policy(setting), setting.traced
+    check_policy(policy)  # before a machine is made
     has_signals = policy.reads_signals and setting.reader.has_signals
     passes = list(islice(setting.reader.passes(signals=has_signals), conditions.forwards))
     _check_counted(passes, setting, conditions)
@@ -62,7 +64,8 @@ def run(setting: Setting, conditions: Conditions, kept: Kept, workshop: Workshop
         decider = _playing_back(policy, passes, setting, conditions, slots, estimates)
     _, _, capacity = decider.init(decider.params, traced, slots)
     machine, facts = workshop.machine(
-        *(passes, traced, setting.charged, int(capacity.sum()) + setting.staging_slots, setting.profile, conditions),
+        *(passes, metadata_hash(setting.reader.metadata), traced, setting.charged),
+        *(int(capacity.sum()) + setting.staging_slots, setting.profile, conditions),
         has_bars=setting.given.progress,
     )
     shown = setting.given.progress and sys.stderr.isatty()
@@ -105,8 +108,6 @@ def _playing_back(
     """The decisions that the simulator makes in this very run, as a policy."""
     if setting.policy == "log":
         return policy  # it says already what is to be executed
-    if policy.place is not None:
-        raise ConfigError(f"mode=open: {policy.name} places experts at no cost, which no hardware does; simulate it")
     from simulator.compiled import simulate  # it needs SimPy, which a machine that only runs may lack
 
     believed = slowed(setting.profile, conditions.h2d_bytes_factor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter_ns
 
@@ -93,8 +92,7 @@ class Run:
             raise ProfileError(
                 f"staging_slots is {staging}, must be at least {layout.transfer_chunk}, one chunk of transfers"
             )
-        if policy.place is not None:
-            raise PolicyError(f"{policy.name} places experts at no cost, which no hardware does; simulate it")
+        check_policy(policy)
         self._machine, self._device, self._policy = machine, device, policy
         self._residents = Residents(policy, shape, slots, estimates)
         if (needed := int(self._residents.capacity.sum()) + staging) > layout.num_slots:
@@ -133,7 +131,6 @@ class Run:
         activated = sum(int(np.count_nonzero(forward.load)) for forward in forwards)
         events = _EVENTS_PER_EXPERT * activated + _EVENTS_PER_LAYER * len(passes) * self._machine.layout.num_layers
         self._reserve(int(events) + most_events(self._machine.layout.num_experts))
-        gc.collect()
         try:
             with torch.inference_mode(), without_collection():
                 for pass_, forward in zip(passes, forwards, strict=True):
@@ -317,3 +314,9 @@ class Run:
             self._machine.wait_cpu(None)
             self._is_cpu_busy = False
         self._device.synchronize()
+
+
+def check_policy(policy: Policy) -> None:
+    """Refuse a policy that hardware cannot follow."""
+    if policy.place is not None:
+        raise PolicyError(f"{policy.name} places experts at no cost, which no hardware does; simulate it")

@@ -1,7 +1,9 @@
 """`oled-replay` without a GPU, as its users call it: results as the simulator's, and what happens where it cannot run."""
 
 import json
+import re
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,19 +18,22 @@ from strategies import metadata_for, random_passes
 import replay.arena
 import replay.machine
 from experiments import replay_machine, replay_result, simulate_command
+from experiments.errors import ConfigError
+from experiments.profiles import load_profile
 from experiments.replay_command import main
+from experiments.replay_config import Conditions, conditions_of
 from policies.profile import ProfileError
 from replay.arena import Arena
 from replay.asking import Asking
 from replay.checkpoint_experts import load_experts
 from replay.cpu_experts import instructions
 from replay.link_state import LinkState
-from replay.machine import Layout
+from replay.machine import Layout, Machine
 from tracer.checkpoint import save
 from tracer.llada2 import LLaDA2
 from tracer.llada2_config import LLaDA2Config
 from tracer.schema import TraceError
-from tracer.store import TraceWriter
+from tracer.store import TraceReader, TraceWriter
 
 FILES = {"summary.json", "result.parquet", "decisions.parquet", "manifest.json"}
 LAYERS, EXPERTS, TOP_K = 3, 16, 4
@@ -117,45 +122,76 @@ def test_a_grid_runs_on_one_machine_and_goes_on_where_it_stopped(trace: Path, mo
 
     class Counted(Arena):
         def __init__(self, *arguments, **options) -> None:
-            made.append(arguments)
+            made.append("arena")
+            super().__init__(*arguments, **options)
+
+    class CountedMachine(Machine):
+        def __init__(self, *arguments, **options) -> None:
+            made.append("machine")
             super().__init__(*arguments, **options)
 
     monkeypatch.setattr(replay_machine, "Arena", Counted)
-    keys = "-m", "policy=lru,full", "warmup_requests=2", "h2d_bytes_factor=1,2", "repeat=0,1", "forwards=12"
+    monkeypatch.setattr(replay_machine, "Machine", CountedMachine)
+    keys = "-m", "policy=full,ideal_free,lru", "warmup_requests=2", "forwards=12"
     done = run(trace, *keys)
-    assert done.code == 0, done.err
-    table = pl.read_parquet("out/sweep.parquet")
-    assert sorted(zip(table["policy"], table["h2d_bytes_factor"], table["repeat"], strict=True)) == sorted(
-        (policy, factor, repeat) for policy in ("lru", "full") for factor in (1, 2) for repeat in (0, 1)
-    )
-    assert table["engine"].unique().to_list() == ["replay"]
-    assert table["num_forwards"].unique().to_list() == [12]
-    assert len(made) == 1
-    assert run(trace, *keys).code == 0
-    assert len(made) == 1  # nothing was left to run
-
-
-def test_a_cell_that_fails_leaves_the_machine_to_the_next(trace: Path) -> None:
-    done = run(trace, "-m", "policy=ideal_free,lru", "warmup_requests=2", "forwards=12")
     assert done.code == 1
     assert "ideal_free places experts at no cost, which no hardware does; simulate it" in " ".join(done.err.split())
-    assert pl.read_parquet("out/sweep.parquet")["policy"].to_list() == ["lru"]
+    table = pl.read_parquet("out/sweep.parquet")
+    assert sorted(table["policy"]) == ["full", "lru"]
+    assert table["engine"].unique().to_list() == ["replay"]
+    assert table["num_forwards"].unique().to_list() == [12]
+    assert made == ["arena", "machine"]
+    assert run(trace, *keys).code == 1
+    assert made == ["arena", "machine"]  # what was done is not done again
+
+
+def test_a_machine_is_made_anew_for_what_does_not_fit_it(trace: Path) -> None:
+    reader = TraceReader(trace)
+    passes, shape = list(reader.passes())[:3], reader.metadata.shape
+    workshop, profile = replay_machine.Workshop(), load_profile("h200")
+
+    def machine(num_slots: int, **changes: object) -> Machine:
+        conditions = Conditions(device="cpu", **changes)  # type: ignore[arg-type]
+        return workshop.machine(passes, "a trace", shape, shape, num_slots, profile, conditions, False)[0]
+
+    first = machine(20)
+    assert machine(12) is first
+    larger = machine(30)
+    assert larger is not first
+    assert larger.arena is first.arena
+    wider = machine(30, h2d_bytes_factor=2)
+    assert wider is not larger
+    assert machine(30) is wider
+    assert (wider.copy_bytes, wider.arena) == (2 * 3 * 64 * 32, first.arena)
+    assert machine(30, distinct_experts=5).arena.num_distinct == 5
+    workshop.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "live"}, "mode is live, allowed are closed, open"),
+        ({"h2d_bytes_factor": 3}, "h2d_bytes_factor is 3, allowed are 1, 2, 4"),
+        ({"engine": "des"}, "engine is des, allowed are replay"),
+        ({"forwards": 0}, "forwards is 0, must be 1 or more, or null for all"),
+        ({"device": "tpu"}, "device is tpu, allowed are cuda, cuda:N and cpu"),
+        ({"output": {"timeline": True}}, "oled-compare draws the timelines of replays"),
+    ],
+)
+def test_what_conditions_are_not_is_said(changes: dict, message: str) -> None:
+    record = asdict(Conditions()) | {"engine": "replay", "output": {"timeline": False}} | changes
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        conditions_of(record)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mode=live"], "mode is live, allowed are closed, open"),
-        (["h2d_bytes_factor=3"], "h2d_bytes_factor is 3, allowed are 1, 2, 4"),
-        (["engine=des"], "engine is des, allowed are replay"),
         (["forwards=0"], "forwards is 0, must be 1 or more, or null for all"),
         (["distinct_experts=100"], "100 distinct experts: must be 1 to 48, those of all layers"),
-        (["device=tpu"], "device is tpu, allowed are cuda, cuda:N and cpu"),
         (["forwards=1", "warmup_requests=2"], "all of them warm-up (warmup_requests=2): must be more"),
         (["expert_dtype=fp8"], "expert_dtype is fp8: replays copy and compute bfloat16 alone"),
         (["staging_slots=2"], "staging_slots is 2, must be at least 4, one chunk of transfers"),
-        (["output.timeline=true"], "oled-compare draws the timelines of replays"),
-        (["policy=ideal_free"], "ideal_free places experts at no cost, which no hardware does; simulate it"),
         (["weights=nowhere"], "nowhere: no config.json; a checkpoint directory holds"),
     ],
 )
