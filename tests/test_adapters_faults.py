@@ -1,6 +1,8 @@
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from adapted import BLOCK, PROMPTS, generate, hf_model, record, session_layers
@@ -9,6 +11,7 @@ from llada2_models import MASK_ID
 
 from tracer.adapters import attach
 from tracer.doctor import check
+from tracer.recover import recover
 from tracer.schema import TraceError
 from tracer.store import TraceReader
 
@@ -180,3 +183,37 @@ def test_a_fused_backend_that_hides_its_choice_is_named(tmp_path):
         session.request(mask_id=MASK_ID),
     ):
         model(torch.tensor([[1, MASK_ID]]))
+
+
+def test_a_full_disk_leaves_complete_requests_to_be_recovered(tmp_path, monkeypatch):
+    model = hf_model()
+
+    def run():
+        with attach(model, "hf_llada2", tmp_path / "a.trace"):
+            generate(model, PROMPTS[0])
+            generate(model, PROMPTS[1])
+            monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
+            generate(model, PROMPTS[0])
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(TraceError, match="No space left on device") as caught:
+        run()
+    monkeypatch.undo()
+    (kept,) = tmp_path.iterdir()
+    assert caught.value.__notes__ == [f"oled-doctor --recover {kept} makes a trace of the complete requests before it"]
+    assert recover(kept).num_requests == 2
+    assert check(tmp_path / "a.trace").ok
+
+
+def test_a_kill_loses_only_the_request_that_ran(tmp_path):
+    model = hf_model()
+    with attach(model, "hf_llada2", tmp_path / "a.trace") as session:
+        for prompt in PROMPTS:
+            generate(model, prompt)
+        (partial,) = tmp_path.iterdir()
+        shutil.copytree(partial, tmp_path / "at the kill" / partial.name)
+    assert session.num_requests == len(PROMPTS)
+    recovered = recover(tmp_path / "at the kill" / partial.name)
+    assert recovered.num_requests == len(PROMPTS)

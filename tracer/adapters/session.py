@@ -131,10 +131,11 @@ class Session:
         for item in passes:  # before the first of them is written: no part of a bad request may stay in the trace
             encode(_widened(item), metadata)
         if self._writer is None:
-            self._writer = TraceWriter(self.path, metadata, overwrite=self._overwrite)
+            self._writer = TraceWriter(self.path, metadata, overwrite=self._overwrite, keep_finished=True)
             self._settings = settings
         for item in passes:
             self._writer.write(_widened(item))
+        self._writer.flush()
         self.num_forwards += len(passes)
         self.num_requests += 1
 
@@ -170,6 +171,10 @@ class Session:
             self._writer.close()
         if kept.exists():
             error.add_note(f"the {self.num_requests} complete requests before it are kept in {kept}")
+        elif self._writer.kept is not None:
+            error.add_note(
+                f"oled-doctor --recover {self._writer.kept} makes a trace of the complete requests before it"
+            )
 
 
 def attach(
