@@ -25,7 +25,7 @@ from tracer.store import TraceWriter
 from tracer.tables import TABLES, Group, columns_of
 from tracer.values import check_forwards, check_rows
 
-_PARTIAL = re.compile(r"\.(?P<name>.+)\.partial-[0-9a-f]+")
+_PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def recover(place: Path, output: Path | None = None) -> Recovered:
         raise TraceError(f"{partial}: no request was finished, so there is nothing to recover; it can be deleted")
     lost = tuple(sorted(going_on))
     details = metadata.details | {"recovered": {"num_requests": len(finished), "lost": list(lost)}}
-    path = output or partial.with_name(_name_of(partial))
+    path = output or partial.with_name(partial.name.removeprefix(".").rpartition(".partial-")[0])
     with TraceWriter(path, replace(metadata, details=details, content_hash="")) as writer:
         for pass_ in (pass_ for _, passes in left.groups() for pass_ in passes):
             mine = [part for part in split(pass_) if int(part.requests[0]) in finished]
@@ -94,12 +94,6 @@ def _partial_of(place: Path) -> Path:
     if len(found) > 1:
         raise TraceError(f"{place}: several writers were stopped; name one of {', '.join(map(str, found))}")
     return found[0]
-
-
-def _name_of(partial: Path) -> str:
-    match = _PARTIAL.fullmatch(partial.name)
-    assert match is not None
-    return match["name"]
 
 
 class _Left:
