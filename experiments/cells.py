@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -44,7 +44,7 @@ class Grid:
 
     Args:
         name: tells it from others of its directory.
-        journal: file to which each finished cell adds a line; its directory is there.
+        journal: file to which each cell adds a line when it begins and one when it ends; its directory is there.
         launcher: process id of whoever launched it.
     """
 
@@ -52,8 +52,9 @@ class Grid:
     journal: Path
     launcher: int
 
-    def run(self, label: str, work: Callable[[], Any]) -> Outcome:
-        """Do the work of one cell; what goes wrong there is its outcome."""
+    def run(self, label: str, work: Callable[[], Any], directory: Path | None = None) -> Outcome:
+        """Do the work of one cell, in `directory` if that is known; what goes wrong there is its outcome."""
+        self._write({"begun": label, "directory": None if directory is None else str(directory)})
         try:
             work()
             outcome = Outcome(label)
@@ -63,13 +64,16 @@ class Grid:
         except (Exception, SystemExit) as error:
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
             outcome = Outcome(label, text, "".join(traceback.format_exception(error)))
-        line = json.dumps(asdict(outcome)) + "\n"
+        self._write(asdict(outcome))
+        return outcome
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps(record) + "\n"
         descriptor = os.open(self.journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             os.write(descriptor, line.encode())  # in one piece, as other processes write there too
         finally:
             os.close(descriptor)
-        return outcome
 
     def note(self, directory: Path, overrides: Sequence[str], error: str | None) -> None:
         """Leave word in a cell's directory of what became of it."""

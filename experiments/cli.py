@@ -51,18 +51,28 @@ def hydra_command(
     if "--version" in sys.argv[1:]:
         print(f"{program} {version('oledsim')}")
         return
-    wants_traceback = os.environ.get(FULL_ERROR) == "1"
     Directories.clear()
+    with ending_as_error():
+        _run_to_its_end(program, config_name, run, finish)
+
+
+def _run_to_its_end(
+    program: str,
+    config_name: str,
+    run: Callable[[DictConfig], None],
+    finish: Callable[[Path, str], None] | None,
+) -> None:
+    """Run, and turn what stopped it into one line and an exit code, with nothing half-made left."""
+    wants_traceback = os.environ.get(FULL_ERROR) == "1"
     try:
-        with ending_as_error():
-            _run(program, config_name, run, finish)
-            flush()
+        _run(program, config_name, run, finish)
+        flush()
     except BrokenPipeError:  # whoever read what we print has seen enough
         _settle()
         raise SystemExit(128 + signal.SIGPIPE) from None
     except (KeyboardInterrupt, Ended) as end:
         _settle()
-        kept = f"; finished cells are kept in {Directories.sweep}" if Directories.sweep else ""
+        kept = f"; finished cells are kept in {Directories.sweep}" if _has_finished(Directories.sweep) else ""
         what, code = (
             (f"ended by {end.signal.name}", end.code) if isinstance(end, Ended) else ("interrupted", INTERRUPTED)
         )
@@ -77,6 +87,11 @@ def hydra_command(
     except Exception:
         _settle()
         raise
+
+
+def _has_finished(sweep: Path | None) -> bool:
+    """Whether a multirun has cells that a later one need not run again."""
+    return sweep is not None and any(cell["error"] is None for cell in cells_of(sweep).values())
 
 
 def _settle() -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tqdm import tqdm
 
@@ -19,7 +19,7 @@ class Progress:
 
     Args:
         program: name at the head of lines.
-        journal: to which finished cells add lines.
+        journal: to which cells add lines when they begin and end.
         num_cells: of the grid.
         has_bar: show a bar where stderr is a terminal.
         has_lines: show a line for each cell where there is no bar.
@@ -32,6 +32,7 @@ class Progress:
         self._has_bar = has_bar and sys.stderr.isatty()
         self._has_lines = has_lines and not self._has_bar
         self._num_seen, self._offset = 0, 0
+        self.under_way: dict[str, str | None] = {}  # cells that have begun and not ended: label and directory
         self._tracebacks: dict[str, None] = {}
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
@@ -67,7 +68,11 @@ class Progress:
                 self._offset += len(line)
                 self._show(json.loads(line))
 
-    def _show(self, outcome: dict[str, str | None]) -> None:
+    def _show(self, outcome: dict[str, Any]) -> None:
+        if "begun" in outcome:
+            self.under_way[outcome["begun"]] = outcome["directory"]
+            return
+        self.under_way.pop(outcome["label"], None)
         self._num_seen += 1
         self._bar.update()
         if outcome["traceback"] is not None:

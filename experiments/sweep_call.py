@@ -17,10 +17,12 @@ from joblib import Parallel, delayed, effective_n_jobs
 
 from experiments.cells import Grid, Outcome, one_thread_each
 from experiments.collect import collect, name_of_cell, write_table
+from experiments.ended import leaving_nothing
 from experiments.errors import ConfigError
 from experiments.grid import batches, cells
 from experiments.kept import of_this_process
 from experiments.policy import OwnPolicy, is_own, name_of
+from experiments.profiles import changes_of
 from experiments.progress import Progress
 from experiments.run import DEFAULTS, run_unless_done, setting_for
 from policies.profile import HardwareProfile
@@ -80,7 +82,7 @@ def sweep(
         and that no other column shows; in an order that does not depend on that of the values.
 
     Raises:
-        ConfigError: runs failed, of which it says why; what is finished is kept in `output`.
+        ConfigError: runs failed or were killed, of which it says why; what is finished is kept in `output`.
     """
     given = {key: value for key, value in locals().items() if key not in ("jobs", "progress", "output")}
     axes = {key: _values(value) for key, value in given.items()}
@@ -93,7 +95,8 @@ def sweep(
         directory.mkdir(parents=True, exist_ok=True)
         name = secrets.token_hex(8)
         grid = Grid(name, directory / f".{name}.journal", os.getpid())
-        with Progress("sweep", grid.journal, len(found), has_lines=False, has_bar=progress), one_thread_each():
+        bar = Progress("sweep", grid.journal, len(found), has_lines=False, has_bar=progress)
+        with leaving_nothing(directory, bar), one_thread_each():
             num_jobs = min(effective_n_jobs(-1 if jobs is None else jobs), len(work))
             run_all: Any = Parallel(n_jobs=num_jobs, batch_size=1)  # pyright: ignore[reportArgumentType]
             outcomes = run_all(delayed(_run_batch)(grid, directory, part) for part in work)
@@ -145,7 +148,8 @@ def _numbered(number: int, values: Mapping[str, Any], varied: Sequence[str]) -> 
 def _shown(value: Any) -> str:
     """A value of an argument as a message shows it."""
     if isinstance(value, HardwareProfile):
-        return value.name
+        changes = changes_of(value)
+        return f"{value.name} with {changes}" if changes else value.name
     policy, knobs = _with_knobs(value)
     if is_own(policy):
         return name_of(policy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from experiments.cells import Grid, one_thread_each
 from experiments.compose import Composer
+from experiments.ended import leaving_nothing, was_killed
 from experiments.errors import ConfigError
 from experiments.grid import NUM_BATCHES, batches, cells
 from experiments.messages import USER_ERRORS
@@ -98,7 +100,7 @@ class GridSweeper(Sweeper):
             for part in parts
         ]
         batch = Batches(grid, self._job.run, work, loader, config)
-        with Progress(self._job.program, grid.journal, len(found)):
+        with leaving_nothing(directory, Progress(self._job.program, grid.journal, len(found))):
             self._launch(batch, [list(part[0].values.values()) for part in parts])
 
     def _launch(self, batch: Batches, overrides: list[list[str]]) -> None:
@@ -116,6 +118,8 @@ class GridSweeper(Sweeper):
         except USER_ERRORS:
             raise
         except Exception as error:  # a launcher can fail in any way; what a cell does wrong does not come here
+            if was_killed(error):
+                raise
             remote = str(error.__cause__ or "").strip('"\n ').rpartition("\n")[2]  # last line of a process's traceback
             text = " ".join(f"{error} {remote}".split())
             raise ConfigError(f"hydra/launcher={name}: {type(error).__name__}: {text}") from error
@@ -152,12 +156,15 @@ class Batches:
             with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
                 config.hydra.runtime.output_dir = str(directory)
             settings.set_config(config)  # which copies
-            directory.mkdir(parents=True, exist_ok=True)
             own = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-            outcome = self.grid.run(label, lambda: self.run(own))
+            outcome = self.grid.run(label, lambda: self._run_in(directory, own), directory)
             self.grid.note(directory, overrides, outcome.error)
         finally:
             settings.cfg = before
+
+    def _run_in(self, directory: Path, config: DictConfig) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.run(config)
 
 
 _composers: dict[str, Composer] = {}
@@ -179,12 +186,23 @@ def _axes(overrides: Sequence[Override]) -> dict[str, list[str]]:
         if not override.is_sweep_override():
             axes[key] = [str(override.input_line)]
         elif override.is_discrete_sweep():
-            axes[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            axes[key] = [f"{key}={_short(value)}" for value in override.sweep_string_iterator()]
             if not axes[key]:
                 raise ConfigError(f"{override.input_line}: holds no value; must be one or more")
         else:
             raise ConfigError(f"{override.input_line}: cannot be swept; must be values with commas, range() or glob()")
     return axes
+
+
+def _short(value: str) -> str:
+    """A value as people write it: large whole floats with an exponent, which say the same."""
+    if not re.fullmatch(r"-?[1-9]\d{6,}\.0", value):
+        return value
+    digits = value.removesuffix(".0")
+    kept = len(digits.lstrip("-")) % 3 or 3
+    kept += digits.startswith("-")
+    rest = digits[kept:].rstrip("0")
+    return f"{digits[:kept]}{'.' * bool(rest)}{rest}e{len(digits) - kept}"
 
 
 def _check(composer: Composer, axes: dict[str, list[str]]) -> None:

@@ -6,13 +6,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from types import FrameType
-from typing import NoReturn
 
 INTERRUPTED = 128 + signal.SIGINT
+_TIDYING_S = 10.0
 _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
@@ -37,13 +38,17 @@ def mend_streams() -> None:
 
 @contextmanager
 def ending_as_error() -> Iterator[None]:
-    """Within it, a signal to end raises Ended, unless somebody else handles or ignores it."""
+    """Within it, a signal to end raises Ended, unless somebody else handles or ignores it.
+
+    It and an interrupt raise once: when they come again within seconds, the command is tidying up.
+    """
     before = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.getsignal(number) for number in _ENDING}
-    ours = [number for number, handler in before.items() if handler is signal.SIG_DFL]
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ENDING)}
+    ours = [number for number, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
+    handle = _raising_once()
     for number in ours:
-        signal.signal(number, _raise_ended)
+        signal.signal(number, handle)
     try:
         yield
     finally:
@@ -51,8 +56,18 @@ def ending_as_error() -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-def _raise_ended(number: int, frame: FrameType | None) -> NoReturn:
-    raise Ended(number)
+def _raising_once() -> Callable[[int, FrameType | None], None]:
+    quiet_until = 0.0
+
+    def handle(number: int, _: FrameType | None) -> None:
+        nonlocal quiet_until
+        now = time.monotonic()
+        if now < quiet_until:
+            return
+        quiet_until = now + _TIDYING_S
+        raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
+
+    return handle
 
 
 def flush() -> None:

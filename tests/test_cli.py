@@ -187,6 +187,26 @@ def test_an_interrupt_is_one_line():
     assert not Path("grid/2").exists()
 
 
+def test_an_interrupt_before_any_cell_is_done_leaves_nothing_and_says_of_nothing_that_it_is_kept():
+    assert run("-m", "needed=x", "number=9,1", "output.dir=grid") == (130, "", "oled-paint: interrupted\n")
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_that_come_again_disturb_no_tidying(number):
+    def ends(config):
+        Path(HydraConfig.get().runtime.output_dir, "half").touch()
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            os.kill(os.getpid(), number)
+            Path(HydraConfig.get().runtime.output_dir, "half").unlink()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert run("-m", "needed=x", "number=1,2", "output.dir=grid", work=ends).code == 128 + number
+    assert list(Path.cwd().iterdir()) == []
+
+
 def test_a_failed_cell_does_not_hide_nor_stop_the_others():
     seen = []
     finish = lambda *arguments: seen.append(arguments)  # noqa: E731

@@ -42,6 +42,7 @@ def test_a_grid_that_is_ended_leaves_no_process_and_goes_on(number):
         while running.poll() is None and not list(Path("grid").glob("*/cell.json")):
             time.sleep(0.05)
         running.send_signal(number)
+        running.send_signal(number)
         assert running.wait() in (-number, 128 + number)
     until = time.monotonic() + 60
     while time.monotonic() < until:
@@ -52,6 +53,9 @@ def test_a_grid_that_is_ended_leaves_no_process_and_goes_on(number):
         time.sleep(0.1)
     else:
         pytest.fail("processes are left")
+    if number == signal.SIGTERM:
+        cells = {path.parent.name for path in Path("grid").glob("*/summary.json")}
+        assert {path.name for path in Path("grid").iterdir()} == cells | {"multirun.yaml"}
     first = {path: path.stat().st_mtime_ns for path in Path("grid").glob("*/summary.json")}
     assert 0 < len(first) < 144
     done = subprocess.run([*grid, "output.dir=grid"], capture_output=True, text=True)
@@ -59,3 +63,26 @@ def test_a_grid_that_is_ended_leaves_no_process_and_goes_on(number):
     assert all(path.stat().st_mtime_ns == when for path, when in first.items())
     assert len(list(Path("grid").glob("*/summary.json"))) == 144
     assert [path.name for path in Path("grid").iterdir() if path.name.startswith(".")] == []
+
+
+KILLS = """
+import os, signal
+from policies.plain import PlainPolicy
+
+class Kills(PlainPolicy):
+    def decide(self, step, view):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_was_killed_is_one_line_that_names_its_cell():
+    Path("kills.py").write_text(KILLS)
+    grid = ["policy=lru,custom", "policy.path=kills.py", "cache.slots_per_layer=4", "hydra.launcher.n_jobs=2"]
+    done = subprocess.run([*COMMAND, *grid, "output.dir=grid"], capture_output=True, text=True)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if ": cell " not in line]
+    assert len(lines) == 1, done.stderr
+    assert "was ended by SIGKILL(-9), as systems do that are out of memory; under way were: " in lines[0]
+    assert "policy=custom" in lines[0]
+    assert not list(Path("grid").glob(".*"))
+    assert not list(Path("grid").glob("custom*"))

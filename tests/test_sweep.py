@@ -166,6 +166,26 @@ def test_cells_that_share_a_directory_do_not_replace_each_other(runs):
     assert runs == []
 
 
+def test_a_trace_that_is_replaced_between_cells_is_read_anew(runs, monkeypatch):
+    whole = experiments.run._run
+
+    def replaced(setting, *arguments):
+        result = whole(setting, *arguments)
+        if setting.given.slots_per_layer == 2:
+            write_trace(Path("small.trace"), seed=4)
+        return result
+
+    monkeypatch.setattr(experiments.run, "_run", replaced)
+    sweep("policy=lru", "cache.slots_per_layer=2,4")
+    rows = table().sort("slots_per_layer")
+    assert rows["trace_hash"].n_unique() == 2
+    alone = simulate("small.trace", "lru", 4, decisions=False).summary
+    assert rows.row(1, named=True)["tpot_ms"] == alone["tpot_ms"]
+    monkeypatch.setattr(experiments.run, "_run", whole)
+    sweep("policy=lru", "cache.slots_per_layer=2,4")
+    assert table()["trace_hash"].n_unique() == 1
+
+
 def test_other_code_or_another_profile_is_run_anew(runs, monkeypatch):
     profile = Path("mine.yaml")
     text = (Path(experiments.simulate_command.__file__).parent.parent / "conf/hardware/rtx5090.yaml").read_text()
@@ -218,6 +238,13 @@ def test_whatever_is_swept_has_a_column():
     captions = [" ".join(part.split()) for part in finished.out.split("\n\n")[:-1:2]]
     assert len(captions) == 8  # nothing but the caption tells these rows apart
     assert sum("hardware.h2d_bytes_per_s 5e+10" in caption for caption in captions) == 4
+
+
+def test_cells_are_named_by_values_as_people_write_them():
+    grid = ["policy=lru", "cache.slots_per_layer=4"]
+    finished = sweep(*grid, "hardware.h2d_bytes_per_s=12.5e9,25000000000.0")
+    assert [line.rpartition("=")[2] for line in finished.err.splitlines()] == ["12.5e9", "25e9"]
+    assert sorted(table()["hardware.h2d_bytes_per_s"]) == [12.5e9, 25e9]
 
 
 def test_knobs_are_told_apart_by_their_variant():
