@@ -31,7 +31,8 @@ except ImportError:  # no such locks on Windows: what a killed process left stay
     fcntl = None
 
 ALWAYS = SUMMARY, MANIFEST, RESULT = "summary.json", "manifest.json", "result.parquet"
-ASKED = DECISIONS, TIMELINE = "decisions.parquet", "timeline.pftrace"  # only where the keys of `output` say so
+# only where the keys of `output` say so
+ASKED = DECISIONS, TIMELINE, FORWARDS = "decisions.parquet", "timeline.pftrace", "forwards.parquet"
 FILES = (*ALWAYS, *ASKED)
 _GROUP_ROWS = 32_768  # at least, of decisions.parquet: the writer keeps what it says of each row group till the end
 CELL = "cell.json"  # of a multirun: which grid ran it last, and its error
@@ -143,11 +144,10 @@ class RunFiles:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if not self._given.per_layer:
-            write_parquet(forwards, self._partial / RESULT)
-        elif self._given.decisions:
+        write_parquet(forwards, self._partial / (FORWARDS if self._given.per_layer else RESULT))
+        if self._given.per_layer and self._given.decisions:
             shutil.copyfile(self._partial / DECISIONS, self._partial / RESULT)
-        else:
+        elif self._given.per_layer:
             (self._partial / DECISIONS).rename(self._partial / RESULT)
         for name, values in ((MANIFEST, manifest), (SUMMARY, summary)):
             (self._partial / name).write_text(json.dumps(values, indent=2) + "\n")

@@ -39,11 +39,6 @@ class Interval:
     num_requests: int
     num_groups: int
 
-    @property
-    def holds_zero(self) -> bool:
-        """Whether these requests do not tell the runs apart."""
-        return self.low is not None and self.high is not None and self.low <= 0 <= self.high
-
 
 @dataclass(frozen=True, eq=False)
 class Sample:

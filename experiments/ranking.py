@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from experiments.files import RESULT
+from experiments.files import FORWARDS, RESULT
 from experiments.intervals import Sample, compare, sample_of
 from experiments.table import OVER_BEST, SECTION
 
@@ -45,8 +45,8 @@ def with_differences(
 
 
 def read_forwards(directory: Path) -> pl.DataFrame | None:
-    """What comparing needs of a run's table of forwards; None where its result.parquet has a row for each layer."""
-    path = directory / RESULT
+    """What comparing needs of a run's table of forwards; None where an older run has it not, but a row for each layer."""
+    path = directory / (FORWARDS if (directory / FORWARDS).is_file() else RESULT)
     return pl.read_parquet(path, columns=list(_READ)) if set(_READ) <= set(pl.read_parquet_schema(path)) else None
 
 

@@ -10,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments import collect
+from experiments import collect, knobs_help  # noqa: F401 - registers what the help asks for
 from experiments import config as schema
 from experiments.cli import hydra_command
 from experiments.collect import shown, table_of

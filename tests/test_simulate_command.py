@@ -153,6 +153,7 @@ def test_one_row_for_each_layer_on_request(trace):
     forwards = pl.read_parquet("out/result.parquet")
     simulate(trace, "policy=lru", "output.per_layer=true")
     assert pl.read_parquet("out/result.parquet").height == 3 * forwards.height
+    assert pl.read_parquet("out/forwards.parquet").equals(forwards)
 
 
 def test_without_the_log_of_decisions(trace):
@@ -161,7 +162,7 @@ def test_without_the_log_of_decisions(trace):
     without, manifest, _ = simulate(trace, "policy=lru", "output.decisions=false", "output.per_layer=true")
     assert without == with_log
     assert {"per_layer": True, "decisions": False}.items() <= manifest["config"]["output"].items()
-    assert {path.name for path in Path("out").iterdir()} == FILES - {"decisions.parquet"}
+    assert {path.name for path in Path("out").iterdir()} == FILES - {"decisions.parquet"} | {"forwards.parquet"}
     assert pl.read_parquet("out/result.parquet").equals(layers)
     assert read_run(Path("out")) is not None
     simulate(trace, "policy=lru", "output.decisions=false")
@@ -451,6 +452,21 @@ simulate({str(trace)!r}, "lfu", 6, output="out", overwrite=True)
     finished = command(main, f"trace={trace}", "output.dir=out", "policy=lfu", "cache.slots_per_layer=6")
     assert "out: holds a run with another" in finished.err
     assert json.loads(Path("out/summary.json").read_text())["policy"] == "lru"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["policy=oled", "policy.coop=false"], ["Knobs of policy=oled:\n", "policy.coop ", " false\n"]),
+        (["policy=full"], ["policy=full has no knobs."]),
+        (["policy=custom", "policy.path=cost$1.py"], ["policy.path ", "cost$1.py\n"]),
+        (["policy=custom"], ["policy.path ", "(must be given)\n"]),
+    ],
+)
+def test_the_help_shows_the_knobs_of_the_policy(arguments, words):
+    finished = command(main, *arguments, "--help")
+    assert finished.code == 0, finished.err
+    assert all(word in finished.out for word in words)
 
 
 @pytest.mark.parametrize("policy", ["full", "ondemand"])
