@@ -146,6 +146,9 @@ def _given(options: argparse.Namespace, shape: ModelShape | None) -> Given:
         "start": _at_least_0("start", options.start),
     }
     if options.format == "sglang":
+        for flag in ("num_layers", "top_k"):
+            if (value := getattr(options, flag)) is not None and value < 1:
+                raise TraceError(f"--{flag.replace('_', '-')} is {value}, must be 1 or more")
         values["num_layers"] = options.num_layers or (shape and shape.num_dense_layers + shape.num_layers)
         values["top_k"] = options.top_k or (shape and shape.top_k)
     return Given(**values)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import gzip
-import io
-import json
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.files import first_line
+from tracer.import_answers import count_at, decode_array, decode_ids, object_at, objects_at, read_answers, tokens_at
 from tracer.import_forwards import Tokens
 from tracer.schema import TraceError
 
-WIRE_DTYPES = ("uint8", "int16", "uint16", "int32", "int64")
 _SGLANG_DTYPE = "int32"  # where the answer does not say
+_NUM_POSITIONS = 1 << 31  # that a trace can hold
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def read_vllm(paths: Iterable[Path], given: Given) -> Iterator[Tokens]:
         if path.suffix in (".npy", ".npz"):
             yield from _arrays(path, given)
         else:
-            for where, answer in _answers(path):
+            for where, answer in read_answers(path):
                 yield from _vllm(where, answer, given)
 
 
@@ -57,30 +55,39 @@ def read_sglang(paths: Iterable[Path], given: Given) -> Iterator[Tokens]:
         TraceError: with file and request, what is missing or does not fit.
     """
     for path in paths:
-        for where, answer in _answers(path):
+        for where, answer in read_answers(path):
             yield from _sglang(where, answer, given)
 
 
 def _arrays(path: Path, given: Given) -> Iterator[Tokens]:
     try:
-        found = np.load(path, allow_pickle=False, mmap_mode="r" if path.suffix == ".npy" else None)
-        if isinstance(found, np.ndarray):
+        if path.suffix == ".npy":  # np.load would take archives and speak of pickles
+            found = np.lib.format.open_memmap(path, mode="r")
             yield _tokens(str(path), found, _required_prompt(str(path), given), None, given)
             return
-        with found:
-            names = dict.fromkeys(_stem(name) for name in found.files)
-            for name in names:
+        with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as archive:
+            for name in dict.fromkeys(_stem(name) for name in archive.files):
                 where = f"{path}: {name}"
-                if f"{name}.prompt" in found.files or f"{name}.output" in found.files:
-                    parts = [found[part] for part in (f"{name}.prompt", f"{name}.output") if part in found.files]
-                    num_prompt = len(found[f"{name}.prompt"]) if f"{name}.prompt" in found.files else 0
-                    yield _split(where, parts, num_prompt, given)
+                names = [part for part in (f"{name}.prompt", f"{name}.output") if part in archive.files]
+                if names:
+                    parts = [_required_array(where, archive[part]) for part in names]
+                    yield _split(where, parts, len(parts[0]) if names[0].endswith(".prompt") else 0, given)
                 else:
-                    yield _tokens(where, found[name], _required_prompt(where, given), None, given)
-    except (OSError, ValueError, EOFError) as error:
+                    array = _required_array(where, archive[name])
+                    yield _tokens(where, array, _required_prompt(where, given), None, given)
+    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         if isinstance(error, TraceError):
             raise
-        raise TraceError(f"{path}: cannot be read as an array: {first_line(error)}") from None
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise TraceError(f"{path}: cannot be read as an array: {why}") from None
+
+
+def _required_array(where: str, found: Any) -> NDArray[Any]:
+    """What an archive holds under a name, which is no array if it is not of numpy."""
+    if not isinstance(found, np.ndarray) or found.ndim != 3:
+        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else "no array"
+        raise TraceError(f"{where}: is {what}, must be whole numbers [tokens, layers, top_k]")
+    return found
 
 
 def _stem(name: str) -> str:
@@ -96,71 +103,43 @@ def _required_prompt(where: str, given: Given) -> int:
     return given.num_prompt
 
 
-def _answers(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each answer of a file, with its place: one JSON value in all, or one in each line."""
-    name = path.name.removesuffix(".gz")
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            if name.endswith(".json"):
-                yield from _each(str(path), json.load(file))
-            elif name.endswith(".jsonl"):
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield from _each(f"{path}, line {number}", json.loads(line))
-            else:
-                raise TraceError(f"{path}: must be a .npy, .npz, .json or .jsonl file")
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from None
-    except (ValueError, RecursionError, EOFError) as error:
-        if isinstance(error, TraceError):
-            raise
-        raise TraceError(f"{path}: is not JSON: {first_line(error)}") from None
-
-
-def _each(where: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for number, answer in enumerate(value if isinstance(value, list) else [value]):
-        place = f"{where}, answer {number}" if isinstance(value, list) else where
-        if not isinstance(answer, dict):
-            raise TraceError(f"{place}: is {type(answer).__name__}, must be an answer of a server")
-        yield place, answer
-
-
 def _vllm(where: str, answer: Mapping[str, Any], given: Given) -> Iterator[Tokens]:
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or not choices:
+    choices = objects_at(where, answer, "choices")
+    if not choices:
         raise TraceError(f"{where}: has no choices; must be an answer of vLLM with routed_experts in each choice")
-    usage = answer.get("usage") or {}
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    usage = object_at(where, answer, "usage")
+    cached = count_at(where, object_at(where, usage, "prompt_tokens_details"), "cached_tokens") or 0
     for number, choice in enumerate(choices):
         place = where if len(choices) == 1 else f"{where}, choice {number}"
         routed = choice.get("routed_experts")
         if routed is None:
             raise TraceError(f"{place}: has no routed_experts; vLLM gives them with --enable-return-routed-experts")
-        prompt_ids = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
-        num_prompt = _count(place, usage.get("prompt_tokens"), prompt_ids, given)
-        output_ids = choice.get("token_ids")
-        num_output = len(output_ids) if output_ids else usage.get("completion_tokens") if len(choices) == 1 else None
-        num_cached = num_prompt if number else int(cached)  # a prompt runs once for all of its choices
+        prompt_ids = tokens_at(place, answer, "prompt_token_ids") or tokens_at(place, choice, "prompt_token_ids")
+        num_prompt = _num_prompt(place, usage, prompt_ids, given)
+        output_ids = tokens_at(place, choice, "token_ids")
+        num_output = count_at(place, usage, "completion_tokens") if len(choices) == 1 else None
+        num_output = len(output_ids) if output_ids else num_output
+        num_cached = num_prompt if number else cached  # a prompt runs once for all of its choices
         if answer.get("prompt_routed_experts") is not None:
-            parts = [_decoded(place, answer["prompt_routed_experts"]), _decoded(place, routed)]
+            parts = [decode_array(place, answer["prompt_routed_experts"]), decode_array(place, routed)]
             yield _split(place, parts, num_prompt, given, num_cached, _ids(prompt_ids, output_ids))
         else:
-            array = _decoded(place, routed)
-            start = routed.get("start", given.start) if isinstance(routed, dict) else given.start
+            array = decode_array(place, routed)
+            start = count_at(place, routed, "start") if isinstance(routed, dict) else None
+            start = given.start if start is None else start
             counts = None if num_output is None else num_prompt + num_output - 1 - start
             _require_rows(place, array, counts, f"{num_prompt} tokens of the prompt and {num_output} generated", start)
             yield _tokens(place, array, num_prompt, _ids(prompt_ids, output_ids), given, start, num_cached)
 
 
 def _sglang(where: str, answer: Mapping[str, Any], given: Given) -> Iterator[Tokens]:
-    meta = answer.get("meta_info") or {}
-    usage = answer.get("usage") or {}
-    choice = next(iter(answer.get("choices") or [{}]))
-    extra = {**(choice.get("sgl_ext") or choice.get("sglext") or {}), **(answer.get("sglext") or {}), **meta}
-    schema = extra.get("expert_ids_schema") or {}
-    num_prompt = _count(where, extra.get("prompt_tokens", usage.get("prompt_tokens")), None, given)
-    output_ids = answer.get("output_ids")
-    num_output = extra.get("completion_tokens", usage.get("completion_tokens"))
+    usage = object_at(where, answer, "usage")
+    choice = next(iter(objects_at(where, answer, "choices")), {})
+    of_choice = object_at(where, choice, "sgl_ext") or object_at(where, choice, "sglext")
+    extra = {**of_choice, **object_at(where, answer, "sglext"), **object_at(where, answer, "meta_info")}
+    schema = object_at(where, extra, "expert_ids_schema")
+    num_prompt = _num_prompt(where, extra if "prompt_tokens" in extra else usage, None, given)
+    num_output = count_at(where, extra if "completion_tokens" in extra else usage, "completion_tokens")
     dtype = schema.get("dtype") or extra.get("routed_experts_dtype") or _SGLANG_DTYPE
     parts = [extra.get("input_expert_ids"), extra.get("output_expert_ids")]
     texts = [extra["routed_experts"]] if extra.get("routed_experts") else [part for part in parts if part]
@@ -171,12 +150,13 @@ def _sglang(where: str, answer: Mapping[str, Any], given: Given) -> Iterator[Tok
         )
     if len(texts) == 1 and parts[1] is not None and parts[0] is None and not extra.get("routed_experts"):
         raise TraceError(f"{where}: has output_expert_ids alone; ask for input_expert_ids too")
-    num_layers, top_k = schema.get("num_layers", given.num_layers), schema.get("top_k", given.top_k)
+    num_layers = count_at(where, schema, "num_layers") or given.num_layers
+    top_k = count_at(where, schema, "top_k") or given.top_k
     if not num_layers or not top_k:
         raise TraceError(
             f"{where}: ids have no shape: give --model-config, or --num-layers (all of the model's) and --top-k"
         )
-    flat = np.concatenate([_from_base64(where, text, dtype) for text in texts])
+    flat = np.concatenate([decode_ids(where, text, dtype) for text in texts])
     if flat.size % (num_layers * top_k):
         raise TraceError(f"{where}: {flat.size} ids are no rows of {num_layers} layers of {top_k}")
     array = flat.reshape(-1, num_layers, top_k)
@@ -184,48 +164,25 @@ def _sglang(where: str, answer: Mapping[str, Any], given: Given) -> Iterator[Tok
         counts = num_prompt + num_output - 1 - given.start
         what = f"{num_prompt} tokens of the prompt and {num_output} generated"
         _require_rows(where, array, counts, what, given.start)
-    cached = int(extra.get("cached_tokens") or (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-    prompt_ids = answer.get("input_ids")
-    yield _tokens(where, array, num_prompt, _ids(prompt_ids, output_ids), given, given.start, cached)
+    cached = count_at(where, extra, "cached_tokens")
+    cached = cached or count_at(where, object_at(where, usage, "prompt_tokens_details"), "cached_tokens") or 0
+    token_ids = _ids(tokens_at(where, answer, "input_ids"), tokens_at(where, answer, "output_ids"))
+    yield _tokens(where, array, num_prompt, token_ids, given, given.start, cached)
 
 
-def _count(where: str, stated: Any, ids: Any, given: Given) -> int:
+def _num_prompt(where: str, usage: Mapping[str, Any], ids: list[int] | None, given: Given) -> int:
     """Tokens of the prompt."""
-    if isinstance(ids, list):
+    if ids is not None:
         return len(ids)
-    if isinstance(stated, int) and stated >= 0:
-        return stated
-    return _required_prompt(where, given)
+    stated = count_at(where, usage, "prompt_tokens")
+    return _required_prompt(where, given) if stated is None else stated
 
 
-def _ids(prompt_ids: Any, output_ids: Any) -> NDArray[np.int64] | None:
+def _ids(prompt_ids: list[int] | None, output_ids: list[int] | None) -> NDArray[np.int64] | None:
     """Input tokens of all positions, where both parts are known."""
-    if not isinstance(prompt_ids, list) or not isinstance(output_ids, list):
+    if prompt_ids is None or output_ids is None:
         return None
     return np.array([*prompt_ids, *output_ids], np.int64)
-
-
-def _decoded(where: str, routed: Any) -> NDArray[Any]:
-    """An array as a server sends it: base64 of a `.npy`, its bytes with shape and dtype beside, or nested lists."""
-    try:
-        if isinstance(routed, str):
-            return np.load(io.BytesIO(base64.b64decode(routed, validate=True)), allow_pickle=False)
-        if isinstance(routed, dict):
-            return _from_base64(where, routed["data"], routed.get("dtype", "int32")).reshape(routed["shape"])
-        return np.array(routed)
-    except (KeyError, TypeError, ValueError, EOFError) as error:
-        if isinstance(error, TraceError):
-            raise
-        raise TraceError(f"{where}: routed_experts cannot be decoded: {first_line(error)}") from None
-
-
-def _from_base64(where: str, text: Any, dtype: str) -> NDArray[Any]:
-    if dtype not in WIRE_DTYPES:
-        raise TraceError(f"{where}: ids are {dtype!r}, must be one of {', '.join(WIRE_DTYPES)}")
-    try:
-        return np.frombuffer(base64.b64decode(text, validate=True), np.dtype(dtype).newbyteorder("<"))
-    except (TypeError, ValueError, binascii.Error) as error:
-        raise TraceError(f"{where}: routed_experts are no base64 of {dtype}: {first_line(error)}") from None
 
 
 def _require_rows(where: str, array: NDArray[Any], wanted: int | None, counts: str, start: int) -> None:
@@ -270,6 +227,10 @@ def _tokens(
         raise TraceError(
             f"{where}: is {array.dtype} {list(array.shape)}, must be whole numbers [tokens, layers, top_k]"
         )
+    if start + len(array) > _NUM_POSITIONS:
+        raise TraceError(f"{where}: rows from position {start} on; a trace holds positions up to {_NUM_POSITIONS - 1}")
+    if num_cached > num_prompt:
+        raise TraceError(f"{where}: {num_cached} cached tokens of a prompt of {num_prompt}")
     if start + len(array) < num_prompt:
         raise TraceError(f"{where}: {len(array)} rows from position {start} on end within the prompt of {num_prompt}")
     positions = start + np.arange(len(array))

@@ -142,8 +142,10 @@ def check_gates(gates: NDArray[np.float64], positions: NDArray[np.int64], layer_
     Raises:
         TraceError: with the first of them.
     """
-    bad = ~(np.isfinite(gates) & (gates >= 0)).all(axis=-1) | (gates.sum(axis=-1) <= 0)
+    with np.errstate(over="ignore"):
+        total = gates.sum(axis=-1)
+    bad = ~(np.isfinite(gates) & (gates >= 0)).all(axis=-1) | ~((total > 0) & np.isfinite(total))
     if bad.any():
         row, layer = np.argwhere(bad)[0].tolist()
         place = f"position {positions[row]}, layer {layer_ids[layer]}"
-        raise TraceError(f"{place}: gates {gates[row, layer].tolist()}, must be 0 or more and not all 0")
+        raise TraceError(f"{place}: gates {gates[row, layer].tolist()}, must be 0 or more, with a sum above 0")

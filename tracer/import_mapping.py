@@ -66,6 +66,11 @@ class Mapping:
 
     def __post_init__(self) -> None:
         columns = self.columns
+        for name in ("position", "layer"):
+            if not getattr(columns, name):
+                raise TraceError(f"columns.{name} must name a column")
+        if self.num_prompt is not None and self.num_prompt < 0:
+            raise TraceError(f"num_prompt is {self.num_prompt}, must be 0 or more")
         if not all(columns.expert_ids) or not columns.expert_ids:
             raise TraceError("columns.expert_ids must name one column or more")
         if columns.gates and len(columns.gates) != len(columns.expert_ids):
@@ -83,8 +88,10 @@ class Mapping:
         """The same for a table that has these columns, without the optional ones that it lacks.
 
         Raises:
-            TraceError: it lacks another, or nothing says which tokens are of the prompt.
+            TraceError: it lacks another or has one twice, or nothing says which tokens are of the prompt.
         """
+        if twice := [name for name in self.columns.names() if list(there).count(name) > 1]:
+            raise TraceError(f"has several columns {twice[0]!r}; must have one")
         missing = [name for name in self.columns.names() if name not in there]
         for name in missing:
             if name not in self.optional:

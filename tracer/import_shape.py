@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.records import read_object
+from tracer.records import make_record, read_object
 from tracer.schema import WEIGHT_BITS, ModelShape, TraceError
 
 # the names that model families have for one thing, the first that is there counts
@@ -26,6 +27,7 @@ _NAMES = {
     "gate_scale": ("routed_scaling_factor",),
 }
 _REQUIRED = ("num_experts", "top_k")
+_MOST_LAYERS = 1 << 16  # far beyond any model; a typing error must not fill the memory
 
 
 def shape_of_config(path: Path) -> ModelShape:
@@ -36,38 +38,43 @@ def shape_of_config(path: Path) -> ModelShape:
     """
     config = read_object(path)
     config = config.get("text_config", config)
+    if not isinstance(config, dict):
+        raise TraceError(f"{path}: text_config is {config!r}, must be an object")
     sizes = {name: value for name in _NAMES if (value := _first(config, name)) is not None}
     for name in _REQUIRED:
         if name not in sizes:
             raise TraceError(f"{path}: has none of {', '.join(_NAMES[name])}; must be of a mixture of experts")
     num_layers = config.get("num_hidden_layers")
-    if not isinstance(num_layers, int) or num_layers < 1:
-        raise TraceError(f"{path}: num_hidden_layers is {num_layers!r}, must be 1 or more")
-    layer_ids = _moe_layers(config, num_layers)
-    if not sizes.get("head_dim") and sizes.get("num_heads"):
-        sizes["head_dim"] = sizes.get("hidden", 0) // sizes["num_heads"]
+    if not isinstance(num_layers, int) or not 1 <= num_layers <= _MOST_LAYERS:
+        raise TraceError(f"{path}: num_hidden_layers is {num_layers!r}, must be 1 to {_MOST_LAYERS}")
+    layer_ids = _moe_layers(path, config, num_layers)
     num_dense = num_layers - len(layer_ids)
     dtype = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
-    try:
-        return ModelShape(
-            layer_ids=layer_ids,
-            weight_dtype=dtype if dtype in WEIGHT_BITS else "bfloat16",
-            num_dense_layers=num_dense,
-            dense_intermediate=config.get("intermediate_size", 0) if num_dense else 0,
-            **{"hidden": 0, "expert_intermediate": 0, **sizes},
-        )
-    except (TypeError, TraceError) as error:
-        raise TraceError(f"{path}: {error}") from None
+    values = {
+        "layer_ids": layer_ids,
+        "weight_dtype": dtype if dtype in WEIGHT_BITS else "bfloat16",
+        "num_dense_layers": num_dense,
+        "dense_intermediate": config.get("intermediate_size", 0) if num_dense else 0,
+        **{"hidden": 0, "expert_intermediate": 0, **sizes},
+    }
+    shape = make_record(ModelShape, values, str(path), TraceError)
+    if not shape.head_dim and shape.num_heads:
+        shape = replace(shape, head_dim=shape.hidden // shape.num_heads)
+    return shape
 
 
 def _first(config: dict[str, Any], name: str) -> Any:
     return next((config[key] for key in _NAMES[name] if config.get(key) is not None), None)
 
 
-def _moe_layers(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+def _moe_layers(path: Path, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     first = config.get("first_k_dense_replace") or 0
     step = config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1
     dense = config.get("mlp_only_layers") or ()
+    if not isinstance(first, int) or first < 0:
+        raise TraceError(f"{path}: first_k_dense_replace is {first!r}, must be 0 or more")
+    if not isinstance(dense, (list, tuple)):
+        raise TraceError(f"{path}: mlp_only_layers is {dense!r}, must be a list")
     step = step if isinstance(step, int) else 1
     by_step = "decoder_sparse_step" in config
     return tuple(
@@ -101,7 +108,11 @@ def parse_layers(text: str) -> tuple[int, ...]:
     try:
         for part in text.split(","):
             first, _, last = part.partition("-")
+            if int(last or first) >= _MOST_LAYERS:
+                raise TraceError(f"layers {text!r}: must be below {_MOST_LAYERS}")
             layers += range(int(first), int(last or first) + 1)
+    except TraceError:
+        raise
     except ValueError:
         layers = []
     if not layers or sorted(set(layers)) != layers:

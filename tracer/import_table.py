@@ -77,6 +77,8 @@ def _runs(path: Path, mapping: Mapping) -> Iterator[tuple[str, Rows]]:
         names = batch.column(mapping.columns.request)
         if names.null_count:
             raise TraceError(f"{path}: column {mapping.columns.request} holds nulls; each row is of a request")
+        if pa.types.is_nested(names.type):
+            raise TraceError(f"{path}: column {mapping.columns.request} is {names.type}, must be of numbers or text")
         codes = pc.dictionary_encode(names)  # pyright: ignore[reportAttributeAccessIssue]
         changes = np.flatnonzero(np.diff(codes.indices.to_numpy(zero_copy_only=False))) + 1
         rows = _rows(path, batch, mapping)
@@ -143,6 +145,8 @@ def _plain(path: Path, column: pa.Array, name: str, dtype: Any) -> NDArray[Any]:
 
 
 def _kinds(path: Path, column: pa.Array, mapping: Mapping) -> NDArray[np.int64]:
+    if pa.types.is_nested(column.type):
+        raise TraceError(f"{path}: column {mapping.columns.kind} is {column.type}, must be of text")
     codes = pc.dictionary_encode(column.cast(pa.string()))  # pyright: ignore[reportAttributeAccessIssue]
     table = []
     for value in codes.dictionary.to_pylist():
@@ -178,7 +182,8 @@ def _numbers(path: Path, column: pa.Array, name: str, dtype: Any) -> NDArray[Any
             lengths, values = np.ones(1, int), column.to_numpy(zero_copy_only=False)
         if lengths.size != 1 or lengths[0] < 1:
             raise TraceError(f"{path}: column {name} holds lists of {lengths.tolist()} numbers; all must be as long")
-        found = values.astype(dtype)
+        with np.errstate(invalid="ignore"):  # what has no whole number is refused next
+            found = values.astype(dtype)
         if dtype is np.int64 and not np.array_equal(found, values):
             raise TraceError(f"{path}: column {name} holds numbers that are not whole")
     except (ValueError, TypeError, pa.ArrowException) as error:
