@@ -21,6 +21,7 @@ from experiments.fidelity_terms import PARTS
 from experiments.figures import style_of
 
 _DPI = 72  # notebooks stay small
+_BAR = "#0072B2"
 
 
 def plot_forwards(pairs: Sequence[Pair]) -> Figure:
@@ -50,18 +51,17 @@ def plot_forwards(pairs: Sequence[Pair]) -> Figure:
     return _finished(figure, "Time of single forwards", f"{describe_pair(pairs[0])}; lines between requests; {SCOPE}")
 
 
-def plot_parts(terms: pl.DataFrame, parts: Sequence[str] = ("gate", "hits", "copy", "cpu", "close", "layer")) -> Figure:
+def plot_parts(terms: pl.DataFrame, parts: Sequence[str] = ("gate", "copy", "cpu", "layer")) -> Figure:
     """Parts of a layer by cell: simulated over measured less 1, where the measured part takes 1 us or more."""
     names = terms["cell"].to_list()
-    figure, panels = _panels(len(parts), min(3, len(parts)), 0.16 * len(names) + 0.6, sharey=True)
+    figure, panels = _panels(len(parts), min(2, len(parts)), 0.16 * len(names) + 0.6, sharey=True)
     for axes, part in zip(panels, parts, strict=False):
         if part not in PARTS:
             raise ConfigError(f"plot_parts: no part {part}; allowed are {', '.join(PARTS)}")
         rows = zip(terms[f"{part}_simulated_us"], terms[f"{part}_measured_us"], strict=True)
         for place, (ours, theirs) in enumerate(rows):
             if ours is not None and theirs is not None and theirs >= 1:
-                color = style_of(names[place].partition("-")[0]).color
-                axes.barh(place, 100 * (ours / theirs - 1), color=color, height=0.7)
+                axes.barh(place, 100 * (ours / theirs - 1), color=_BAR, height=0.7)
                 axes.annotate(
                     f"{theirs:.0f} us",
                     (1, place),
@@ -71,7 +71,7 @@ def plot_parts(terms: pl.DataFrame, parts: Sequence[str] = ("gate", "hits", "cop
                     va="center",
                 )
         axes.axvline(0, color="0.5", linewidth=0.8)
-        axes.set_title(f"{part}: {textwrap.shorten(PARTS[part], 46, placeholder='...')}", loc="left", fontsize=8)
+        axes.set_title(f"{part}: {textwrap.shorten(PARTS[part], 64, placeholder='...')}", loc="left", fontsize=8)
         axes.set_yticks(range(len(names)), names, fontsize=7)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.set_xlabel("simulated over measured less 1 (%)", fontsize=8)

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import polars as pl
 
 from experiments import compare_files
-from experiments.compare_judge import Comparison, compare
+from experiments.compare_judge import compare
 from experiments.compare_runs import Ran, read_runs
 from experiments.errors import ConfigError
 from experiments.fidelity_grid import WORKLOADS, Cell, FirstForwards, shape_of, slowed
@@ -102,10 +102,9 @@ def judge(directory: Path, output: Path) -> str:
         shutil.copyfile(directory / PROFILE, partial / PROFILE)
         kept = {**measured.manifest, "judged": {"command": sys.argv[1:], "sources": sources()}}
         (partial / MANIFEST).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        by_workload = by_workloads(runs, measured)
-        if by_workload is not None:
-            text = compare_files.as_markdown(by_workload)
-            (partial / BY_WORKLOAD).write_text(text, encoding="utf-8")
+        parts = _by_workload(runs)
+        if parts:
+            (partial / BY_WORKLOAD).write_text(compare_files.as_markdown(compare(parts)), encoding="utf-8")
         take_place(partial, target.resolve(), lambda: None)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -187,20 +186,21 @@ def _write_replayed(measured: Measured, cell: Cell, chunk: LogChunk, notes: Mapp
         files.finish(summary, found, table.frame())
 
 
-def by_workloads(runs: list[Ran], measured: Measured) -> Comparison | None:
-    """The same comparison for each text of the trace alone; None where the trace is of one."""
-    names = WORKLOADS.get(measured.manifest["trace"]["name"])
-    if names is None:
-        return None
+def read_workloads(directory: Path) -> list[Ran]:
+    """The runs of a comparison, each as one run for each text of its trace; none where the trace is of one."""
+    return _by_workload(read_runs([directory]))
+
+
+def _by_workload(runs: Sequence[Ran]) -> list[Ran]:
     parts = []
-    for request, name in enumerate(names):
-        for one in runs:
+    for one in runs:
+        for request, name in enumerate(WORKLOADS.get(one.facts["trace"], ())):
             rows = one.forwards.filter(pl.col("requests").list.contains(request))
             # the hash of decisions stays that of the whole run: where it is equal, so is every part
             facts = {**one.facts, "trace": f"{one.facts['trace']}:{name}", "trace_hash": name}
             if rows.height:
                 parts.append(Ran(f"{one.name}:{name}", facts, rows))
-    return compare(parts)
+    return parts
 
 
 def name_of(measured: Measured) -> str:
