@@ -19,6 +19,7 @@ from experiments.bench_decide import decisions_as_text, measure_decisions
 from experiments.bench_engines import engines_as_text, measure_engines
 from experiments.bench_memory import TRACE as REPEATED
 from experiments.bench_memory import measure_memory, memory_as_text
+from experiments.bench_others import look_in
 from experiments.bench_sweep import POLICIES as GRID_POLICIES
 from experiments.bench_sweep import SIZES, TRACES, measure_sweep, sweep_as_text
 from experiments.command import guarded
@@ -128,11 +129,18 @@ def _add_caches(commands: Any) -> None:
         "--forwards", type=_count, default=1200, metavar="N", help="of the synthetic stream (default 1200)"
     )
     caches.add_argument("--repeats", type=_count, default=5, metavar="N", help="of everything (default 5)")
+    caches.add_argument("--others", type=Path, metavar="DIR", help="where pip install --target put other simulators")
     caches.add_argument("--json", type=Path, metavar="FILE", help="where to write all that was measured")
     caches.set_defaults(
-        run=lambda given: measure_caches(given.trace, given.slots or [40, 100], given.forwards, given.repeats),
+        run=_measure_caches,
         show=caches_as_text,
     )
+
+
+def _measure_caches(given: argparse.Namespace) -> dict[str, Any]:
+    if given.others is not None:
+        look_in(given.others)
+    return measure_caches(given.trace, given.slots or [40, 100], given.forwards, given.repeats)
 
 
 def _count(text: str) -> int:

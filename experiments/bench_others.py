@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from experiments.errors import ConfigError
 
 _MODULES = {"libcachesim": "libcachesim", "moe-policylang": "moe_policylang"}
 
@@ -35,7 +38,18 @@ def installed(name: str) -> str | None:
 
 def missing(name: str) -> str:
     """What to say of a simulator that is not installed."""
-    return f"{name} is not installed, so nothing is compared with it; pip install '.[bench]' brings it"
+    return f"{name} is not installed, so nothing is compared with it; CONTRIBUTING.md says how to bring it"
+
+
+def look_in(directory: Path) -> None:
+    """Look for simulators in a directory too, after all others: moe-policylang has a package named as one of ours.
+
+    Raises:
+        ConfigError: there is no such directory.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"--others {directory}: must be the directory of pip install --target")
+    sys.path.append(str(directory))
 
 
 class LibCacheSim:

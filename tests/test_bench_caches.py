@@ -1,11 +1,14 @@
 """What the benchmark of caches says is so: structure, equality of hits, never times."""
 
 import json
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments import bench, bench_caches, bench_others
+from experiments.errors import ConfigError
 from simulator.stream import belady_hits, lru_hits
 
 OTHERS = {"libcachesim": "libcachesim", "moe-policylang": "moe_policylang"}
@@ -56,7 +59,7 @@ def test_each_cache_is_measured_on_both_streams(alone, capsys, tmp_path):
     assert len(out.splitlines()) > 20
     assert max(len(line) for line in out.splitlines() if not line.startswith("Not compared")) <= 80
     for name in OTHERS:
-        reason = f"{name} is not installed, so nothing is compared with it; pip install '.[bench]' brings it"
+        reason = f"{name} is not installed, so nothing is compared with it; CONTRIBUTING.md says how to bring it"
         assert f"Not compared: {reason}" in out.splitlines()
 
 
@@ -135,3 +138,15 @@ def test_errors_are_one_line(arguments, message, capsys):
     assert err.startswith("bench: error: ")
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_simulators_in_a_directory_are_looked_for_after_all_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_others.sys, "path", list(bench_others.sys.path))
+    for package in ("moe_policylang", "experiments"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+    bench_others.look_in(tmp_path)
+    assert find_spec("moe_policylang").origin == str(tmp_path / "moe_policylang" / "__init__.py")
+    assert Path(find_spec("experiments").origin) == Path(bench_others.__file__).with_name("__init__.py")
+    with pytest.raises(ConfigError, match="must be the directory of pip install --target"):
+        bench_others.look_in(tmp_path / "nowhere")
