@@ -17,10 +17,12 @@ import pytest
 from recorded import write
 
 from experiments import fidelity_run
+from experiments.compare_judge import compare
 from experiments.compare_runs import read_runs
 from experiments.errors import ConfigError
 from experiments.fidelity import main
 from experiments.fidelity_grid import Cell, FirstForwards, cells_of, shape_of, slowed
+from experiments.fidelity_judge import read_workloads
 from experiments.fidelity_log import pack, read_log, write_log
 from experiments.profiles import load_profile, load_shape
 from policies.contract import Context
@@ -257,6 +259,27 @@ def test_the_executor_runs_every_cell_here(trace, tmp_path, capsys) -> None:
     assert manifest["num_forwards"] == pl.read_parquet(found / "runs.parquet").filter(pl.col("run") == 0).height
     assert manifest["device"] == "cpu"
     assert manifest["link_before"] is None
+
+
+COMMITTED = sorted(path.parent for path in (ROOT / "docs/fidelity").glob("*/manifest.json"))
+
+
+@pytest.mark.parametrize("directory", COMMITTED, ids=lambda path: path.name[-8:])
+def test_committed_findings_follow_from_the_committed_runs(directory) -> None:
+    written = json.loads((directory / "comparison.json").read_text())
+    found = json.loads(json.dumps(compare(read_runs([directory])).as_plain()))
+    assert found["targets"] == written["targets"]
+    assert found["groups"] == written["groups"]
+    assert [cell["tpot_error"] for cell in found["cells"]] == pytest.approx(
+        [cell["tpot_error"] for cell in written["cells"]]
+    )
+    groups = compare(read_workloads(directory)).groups
+    assert len(groups) == 4 * 3
+    assert sum(path.stat().st_size for path in directory.iterdir()) < 1_000_000
+
+
+def test_there_are_committed_runs() -> None:
+    assert COMMITTED
 
 
 # Parts
