@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -34,6 +33,7 @@ from replay.calibrate_link import MIB
 from replay.calibrate_settings import QUICK, Settings
 from replay.calibrated import notes_of, profile_of
 from tracer.exchange import partial_beside
+from tracer.own_version import own_version
 from tracer.schema import choices
 
 PROGRAM = "oled-calibrate"
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("output", type=Path, metavar="FILE.yaml", help="profile to write, for hardware.path=FILE.yaml")
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {own_version()}")
     parser.add_argument(
         "--shape",
         action="append",
@@ -78,13 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slow-link", action="store_true", help="measure over a link that has trained down")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE.yaml")
     return parser
-
-
-def _version() -> str:
-    try:
-        return version("oledsim")
-    except PackageNotFoundError:  # on a machine that has a GPU for a while, sources may be all there is
-        return "of a source tree that is not installed"
 
 
 def _run(options: argparse.Namespace, command: str) -> str:

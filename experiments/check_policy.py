@@ -6,7 +6,6 @@ import argparse
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -22,6 +21,7 @@ from experiments.errors import ConfigError
 from experiments.policy import built
 from experiments.terminal import mend_streams
 from policies.contract import Context, PolicyError
+from tracer.own_version import own_version
 from tracer.schema import ForwardKind
 from tracer.shipped import find_trace
 from tracer.store import TraceReader
@@ -172,7 +172,7 @@ def _knobs(texts: Sequence[str]) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     text = "Hold a policy to the rules that every policy must keep to, and explain the first one that it breaks."
     parser = Parser(prog=PROGRAM, description=text, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {version('oledsim')}")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {own_version()}")
     parser.add_argument("policy", help="a Python file with a subclass of PlainPolicy, or the name of a policy")
     parser.add_argument("--name", help="the class, where the file has several")
     parser.add_argument("--knob", action="append", default=[], metavar="KEY=VALUE", help="a knob; may be repeated")

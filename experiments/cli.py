@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +24,7 @@ from experiments.errors import ConfigError
 from experiments.messages import USER_ERRORS, explain
 from experiments.terminal import INTERRUPTED, Ended, ending_as_error, flush, mend_streams
 from policies.contract import PolicyError
+from tracer.own_version import own_version
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: 1 shows tracebacks
 
@@ -49,7 +49,7 @@ def hydra_command(
     """
     mend_streams()
     if "--version" in sys.argv[1:]:
-        print(f"{program} {version('oledsim')}")
+        print(f"{program} {own_version()}")
         return
     Directories.clear()
     with ending_as_error():

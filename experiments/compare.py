@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from experiments.command import Parser, guarded
@@ -20,6 +19,7 @@ from experiments.compare_timeline import write_timelines
 from experiments.errors import ConfigError
 from experiments.terminal import mend_streams
 from experiments.timeline import FORWARDS, Window
+from tracer.own_version import own_version
 from tracer.schema import choices
 
 PROGRAM = "oled-compare"
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="results of oled-simulate and oled-replay, their sweeps, or what oled-compare wrote; in any order",
     )
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {version('oledsim')}")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {own_version()}")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write table, plot and all numbers there")
     parser.add_argument("--overwrite", action="store_true", help="replace the comparison that lies there")
     parser.add_argument(

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import polars as pl
@@ -22,6 +21,7 @@ from experiments.errors import ConfigError
 from experiments.terminal import mend_streams
 from policies.contract import PolicyError
 from simulator.curves import CURVES, NEED_GATES, curves
+from tracer.own_version import own_version
 from tracer.schema import Pass, TraceError, choices
 from tracer.shipped import find_trace
 from tracer.store import TraceReader
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {version('oledsim')}")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {own_version()}")
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE")
     given = parser.parse_args(arguments).keys
     guarded(PROGRAM, lambda: run(_read(given)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from tqdm import tqdm
@@ -13,6 +12,7 @@ from tqdm import tqdm
 from experiments.command import Parser, guarded
 from experiments.terminal import mend_streams
 from tracer.export_oracle import write_oracle
+from tracer.own_version import own_version
 from tracer.schema import TraceError
 from tracer.shipped import find_trace
 from tracer.store import TraceReader
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=PROGRAM, description="Write a trace as other tools read it.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {version('oledsim')}")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {own_version()}")
     commands = parser.add_subparsers(required=True, metavar="FORMAT")
     text = "oracleGeneral of libCacheSim: experts one by one, each with its next use"
     made = commands.add_parser("oracle", help=text, description=text, allow_abbrev=False)

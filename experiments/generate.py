@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tracer import locality
 from tracer.calibration_file import load, save
 from tracer.controls import control_metadata, shuffled, uniform
 from tracer.merge import merge, merged_metadata
+from tracer.own_version import own_version
 from tracer.schema import GATE_DTYPES, ModelShape, Pass, TraceError, TraceMetadata
 from tracer.shipped import find_trace
 from tracer.store import TraceReader, TraceWriter
@@ -63,7 +63,7 @@ def describe(path: Path) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=PROGRAM, description="Make traces without running a model.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {version('oledsim')}")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {own_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:

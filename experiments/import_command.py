@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tracer.import_mapping import MAPPINGS, load_mapping
 from tracer.import_shape import parse_layers, shape_of_config
 from tracer.import_table import Request, read_table
 from tracer.import_trace import Import, Outcome, write_import
+from tracer.own_version import own_version
 from tracer.schema import GATE_DTYPES, ModelShape, TraceError
 
 PROGRAM = "oled-import"
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         "that need it refuse it; docs/formats.md says what each format has.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {version('oledsim')}")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {own_version()}")
     commands = parser.add_subparsers(required=True, metavar="FORMAT")
     for name, read, text in (
         ("vllm", read_vllm, "routed_experts of vLLM: .npy, .npz, or answers of its server as .json or .jsonl"),

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from policies.jit import _SOURCES
+
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
     "conf": set(),
@@ -53,6 +55,18 @@ def test_imports_go_downwards(package):
 )
 def test_a_planted_import_is_found(package, line):
     assert violations(package, line)
+
+
+def test_the_cache_of_compiled_code_is_named_by_all_that_is_compiled():
+    named = {path for pattern in _SOURCES for path in ROOT.glob(pattern)}
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for name in ALLOWED for p in (ROOT / name).rglob("*.py")}  # fmt: skip
+    texts = {path: path.read_text() for path in modules.values()}
+    imports = {path: imported(text) for path, text in texts.items() if "from policies.jit import jit" in text}
+    assert {modules[name] for name in ("policies.lru", "simulator.clock_link", "replay.core_plan")} <= imports.keys()
+    assert not imports.keys() - named
+    for path, names in imports.items():  # compiled code holds constants and functions of what its module imports
+        ours = {name.rpartition(".")[0] for name in names} & modules.keys()
+        assert {modules[name] for name in ours} <= named, path
 
 
 def test_policies_and_simulation_import_without_torch():

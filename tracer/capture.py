@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +17,7 @@ from tracer.decode import DecodeResult, DecodeSettings, ForwardEvent, decode_pro
 from tracer.llada2 import LLaDA2
 from tracer.observe import SKETCH_SEED, LayerObservation, Observation
 from tracer.observed import ObservedModel
+from tracer.own_version import own_version
 from tracer.schema import Pass, Signals, TraceError, TraceMetadata
 
 
@@ -138,7 +138,7 @@ def trace_metadata(
     bias_dtypes = {_name(layer.gate.expert_bias.dtype) for _, layer in model.moe_layers()}
     details = {
         "engine": "oledsim",
-        "versions": {"oledsim": _version(), "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"oledsim": own_version(), "torch": torch.__version__, "python": platform.python_version()},
         "checkpoint_hash": provenance.checkpoint_hash,
         "checkpoint": {"total_size": provenance.total_size, "shards": provenance.shards},
         "mask_id": settings.mask_id,
@@ -163,13 +163,6 @@ def trace_metadata(
         seed=None if settings.is_greedy else settings.seed,
         details=details,
     )
-
-
-def _version() -> str:
-    try:
-        return version("oledsim")
-    except PackageNotFoundError:  # on a machine that has a GPU for a while, sources may be all there is
-        return "of a source tree that is not installed"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,6 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from tracer.exchange import partial_beside
 from tracer.schema import ModelShape, Pass, TraceError
 
 RECORD = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])  # 24 bytes, packed
@@ -57,7 +57,7 @@ def write_oracle(
     if path.is_dir() or (path.exists() and not overwrite):
         raise TraceError(f"{path}: exists already; choose another name, or ask to overwrite it")
     indices = list(range(shape.num_layers)) if layer is None else [shape.layer_ids.index(layer)]
-    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    partial = partial_beside(path)
     try:
         with partial.open("xb+") as file:
             num_records = 0

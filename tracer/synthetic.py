@@ -5,13 +5,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from itertools import groupby
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tracer.own_version import own_version
 from tracer.schema import ForwardKind, ModelShape, Pass, TraceError, TraceMetadata
 from tracer.synthetic_decode import DecodeScript, Forward, script_request
 from tracer.synthetic_router import Knobs, Router, RouterShape, choose, mixed, popularity, solve_router, stir
@@ -231,7 +231,7 @@ def _metadata(settings: SyntheticSettings, router: Router) -> TraceMetadata:
     details: dict[str, Any] = {
         "engine": "oledsim",
         "versions": {
-            "oledsim": version("oledsim"),
+            "oledsim": own_version(),
             "numpy": np.__version__,
             "python": platform.python_version(),
         },

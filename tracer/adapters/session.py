@@ -20,6 +20,7 @@ from tracer.adapters.forward import Rules
 from tracer.adapters.hooks import Hooks, arguments_of
 from tracer.adapters.recording import Recording
 from tracer.adapters.registry import find_adapter
+from tracer.own_version import own_version
 from tracer.rows import encode
 from tracer.schema import GATE_DTYPES, Pass, TraceError, TraceMetadata
 from tracer.store import TraceWriter
@@ -228,7 +229,7 @@ def _widened(item: Pass) -> Pass:
 
 
 def _versions() -> dict[str, str]:
-    found = {"oledsim": version("oledsim"), "torch": torch.__version__, "python": platform.python_version()}
+    found = {"oledsim": own_version(), "torch": torch.__version__, "python": platform.python_version()}
     for library in _LIBRARIES:
         try:
             found[library] = version(library)
