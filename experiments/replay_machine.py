@@ -18,7 +18,7 @@ from experiments.replay_config import GENERATED, Conditions
 from policies.profile import HardwareProfile
 from replay.arena import MIB, Arena, plan_arena
 from replay.calibrate import machine_of
-from replay.checkpoint_experts import check_checkpoint, load_experts
+from replay.checkpoint_experts import find_experts, load_experts
 from replay.cpu_kernel import MULTIPLE
 from replay.device import open_device
 from replay.link_state import LinkState, check_link, read_link
@@ -44,7 +44,8 @@ class Workshop:
     def __init__(self) -> None:
         self._arena: Arena | None = None
         self._machine: Machine | None = None
-        self._made: tuple[object, object] = (None, None)  # what the arena, and the machine, were made for
+        self._arena_is_for: object = None
+        self._machine_is_for: object = None
         self._text = ""
 
     def machine(
@@ -78,13 +79,13 @@ class Workshop:
         device = _device(conditions.device)
         sizes = device, traced.num_layers, traced.num_experts, shape.hidden, shape.expert_intermediate
         of_arena = sizes, conditions.weights, conditions.distinct_experts, conditions.allow_pageable
-        runs = of_arena, shape, traced.top_k, trace_hash, len(passes), _cpu(profile, shape)
-        fits = self._machine is not None and self._made[1] == (runs, profile.transfer_chunk)
+        runs = of_arena, shape, traced.top_k, trace_hash, len(passes), _cpu(profile, shape), profile.transfer_chunk
+        fits = self._machine is not None and self._machine_is_for == runs
         factor = conditions.h2d_bytes_factor
         if not fits or self._layout.num_slots < num_slots or self._layout.most_h2d_bytes_factor < factor:
             self._close_machine()
             self._make(passes, traced, shape, num_slots, profile, conditions, device, of_arena, has_bars)
-            self._made = of_arena, (runs, profile.transfer_chunk)
+            self._machine_is_for = runs
         machine = self._machine
         assert machine is not None
         machine.set_factor(factor)
@@ -94,7 +95,7 @@ class Workshop:
     def close(self) -> None:
         """Let go of everything."""
         self._close_machine()
-        self._arena, self._made = None, (None, None)
+        self._arena = self._arena_is_for = None
 
     @property
     def _layout(self) -> Layout:
@@ -104,6 +105,7 @@ class Workshop:
     def _close_machine(self) -> None:
         if self._machine is not None:
             machine, self._machine = self._machine, None
+            self._machine_is_for = None
             machine.close()
 
     def _make(
@@ -125,10 +127,11 @@ class Workshop:
             cpu_workers=workers,
             cpu_kernel=kernel,
         )
-        arena = self._arena if self._made[0] == of_arena else None
+        arena = self._arena if self._arena_is_for == of_arena else None
         if arena is None or arena.padding < conditions.h2d_bytes_factor - 1:
-            self._arena = arena = None  # before there is another
+            self._arena = self._arena_is_for = arena = None  # before there is another
             self._arena = arena = _arena(layout, shape, conditions, device, has_bars)
+            self._arena_is_for = of_arena
         opened = open_device(device)
         try:
             with _bar("getting ready", num_steps(passes, traced.num_layers), "layer", has_bars) as progress:
@@ -183,7 +186,7 @@ def _arena(layout: Layout, shape: ModelShape, conditions: Conditions, device: st
     if of_model:
         if conditions.distinct_experts is not None:
             raise ConfigError("distinct_experts: with the experts of a checkpoint all are distinct; must be null")
-        check_checkpoint(Path(conditions.weights), shape)
+        find_experts(Path(conditions.weights), shape)  # what is missing is said before minutes are spent
     total = layout.num_layers * layout.num_experts
     num_distinct, padding = conditions.distinct_experts, FACTORS[-1] - 1
     budget = plan_arena(num_distinct or total, 2 * layout.expert_numel, padding)

@@ -19,7 +19,7 @@ from experiments.setting import Setting
 from policies.contract import Estimates, Policy
 from policies.log import LogChunk, Ragged
 from policies.playback import Decisions, playback
-from policies.profile import ProfileError, estimates_of
+from policies.profile import Costs, ProfileError, estimates_of
 from replay.executor import check_policy
 from replay.run import Replayed, replay
 from tracer.files import metadata_hash
@@ -51,6 +51,7 @@ def run(setting: Setting, conditions: Conditions, kept: Kept, workshop: Workshop
         ConfigError, TraceError, PolicyError, ProfileError: the run cannot be made so.
     """
     check_format(setting)
+    check_gates(setting)
     policy, traced = kept.policy(setting), setting.traced
     check_policy(policy)  # before a machine is made
     has_signals = policy.reads_signals and setting.reader.has_signals
@@ -61,7 +62,7 @@ def run(setting: Setting, conditions: Conditions, kept: Kept, workshop: Workshop
     estimates, slots = estimates_of(costs), setting.slots(policy)
     decider = policy
     if conditions.mode == "open":
-        decider = _playing_back(policy, passes, setting, conditions, slots, estimates)
+        decider = _playing_back(policy, passes, setting, slots, costs, estimates)
     _, _, capacity = decider.init(decider.params, traced, slots)
     machine, facts = workshop.machine(
         *(passes, metadata_hash(setting.reader.metadata), traced, setting.charged),
@@ -87,6 +88,14 @@ def check_format(setting: Setting) -> None:
         )
 
 
+def check_gates(setting: Setting) -> None:
+    """Refuse a trace without gates, by which the executor weighs what experts give."""
+    if "gates" in setting.reader.metadata.lacks:
+        raise TraceError(
+            f"{setting.reader.path}: gates are null in this trace, and a replay computes with them; it can be simulated"
+        )
+
+
 def _check_counted(passes: Sequence[Pass], setting: Setting, conditions: Conditions) -> None:
     requests = {request for one in passes for request in one.requests.tolist()}
     warmup = setting.given.warmup_requests
@@ -101,8 +110,8 @@ def _playing_back(
     policy: Policy,
     passes: Sequence[Pass],
     setting: Setting,
-    conditions: Conditions,
     slots: int,
+    costs: Costs,
     estimates: Estimates,
 ) -> Policy:
     """The decisions that the simulator makes in this very run, as a policy."""
@@ -110,8 +119,6 @@ def _playing_back(
         return policy  # it says already what is to be executed
     from simulator.compiled import simulate  # it needs SimPy, which a machine that only runs may lack
 
-    believed = slowed(setting.profile, conditions.h2d_bytes_factor)
-    costs = believed.costs(setting.charged, setting.costs.expert_bytes, name_of(setting.policy))
     chunks = list(
         simulate(passes, policy, setting.traced, slots, costs, estimates, staging_slots=setting.staging_slots)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from policies.profile import ProfileError
+from tracer.memory import free_bytes
 
 MIB = 2**20
 LARGEST_CHUNK = 4 * 2**30  # larger pinned blocks are refused by some drivers
@@ -145,29 +145,11 @@ class Arena:
 
 def _require_room(budget: Budget) -> None:
     """Refuse what the host has no memory for, before the system starts to end processes."""
-    available = available_bytes()
-    if available is not None and budget.num_bytes > available:
+    available = free_bytes(torch.device("cpu"))
+    if budget.num_bytes > available:
         raise ProfileError(
             f"{budget} of host memory are needed, {available / MIB:.0f} MiB are available; let fewer experts be distinct (distinct_experts)"
         )
-
-
-def available_bytes() -> int | None:
-    """Host memory that can still be taken; None where the system does not tell."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _cached_bytes()
-    except (ValueError, OSError, AttributeError):
-        return None
-
-
-def _cached_bytes() -> int:
-    """Memory of files that the system gives up when it is needed."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123 - no path of ours
-            values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-    except (OSError, ValueError, IndexError):
-        return 0
-    return max(0, values.get("MemAvailable", 0) - values.get("MemFree", 0))
 
 
 def _clear_pending_error() -> None:

@@ -13,7 +13,7 @@ import torch
 from replay.arena import Arena
 from replay.calibrate_cpu import CpuBatches, CpuChoice, choose_kernel, read_bytes_per_s
 from replay.calibrate_gpu import flops_per_s
-from replay.calibrate_layers import Layers, measure_layers
+from replay.calibrate_layers import Layers, choose_designs, measure_layers, residents_of
 from replay.calibrate_link import MIB, CopyRate, HostPool, PlainCopies, demand_rate, measure_copies
 from replay.calibrate_settings import Settings
 from replay.cpu_experts import check_workers, instructions
@@ -65,11 +65,12 @@ def calibrate(
 
     Raises:
         ProfileError: memory is short on host or device, the link changed meanwhile or has trained down, or a shape
-            is not known in full.
+            is not known in full, or has too few experts.
     """
     check_workers(settings.num_workers)
     for shape in shapes:
         config_of(shape)
+        choose_designs(settings, shape, residents_of(settings, shape), 1.0)
     device = open_device(device_name)
     try:
         return _calibrate(shapes, device, device_name, settings, say, allow_slow_link)

@@ -10,6 +10,7 @@ import numpy as np
 
 from policies.contract import Estimates
 from policies.log import LogChunk
+from policies.profile import ProfileError
 from replay.arena import Arena
 from replay.calibrate_costs import LayerCosts, demand_copy, layer_costs
 from replay.calibrate_cpu import CpuChoice
@@ -62,7 +63,7 @@ def measure_layers(
     Raises:
         ProfileError: memory is short on the device, or the shape is not known in full.
     """
-    num_residents = min(max(settings.kernel_experts), shape.num_experts // 2)
+    num_residents = residents_of(settings, shape)
     designs = choose_designs(settings, shape, num_residents, copies_per_expert)
     made = designed(shape, settings.num_layers, num_residents, designs)
     extents = list(product(settings.tokens, settings.kv_lens))
@@ -105,13 +106,25 @@ def _runs(machine: Machine, made: Designed, factor: int, repeats: int) -> list[t
     return found[1:]
 
 
+def residents_of(settings: Settings, shape: ModelShape) -> int:
+    """Experts of each layer that stay on the GPU for good."""
+    return min(max(settings.kernel_experts), shape.num_experts // 2)
+
+
 def choose_designs(settings: Settings, shape: ModelShape, num_residents: int, copies_per_expert: float) -> list[Design]:
     """Layers with hits alone, with copies, with CPU experts, and with both so that they take about as long.
 
     In an order that mixes them, so that a drift of the machine bends no curve.
+
+    Raises:
+        ProfileError: the shape has too few experts for one of the first three kinds.
     """
     block, kv_len = settings.block, settings.kv_lens[len(settings.kv_lens) // 2]
     numbers = [number for number in settings.kernel_experts if number <= num_residents]
+    if not numbers:
+        raise ProfileError(
+            f"{shape.num_experts} experts of a layer: must be {2 * min(settings.kernel_experts)} or more to be calibrated"
+        )
     few, beside = min(numbers), min(_HITS_BESIDE_CPU, num_residents)
     most = next(number for number in numbers if 2 * number > num_residents)
     tokens = [count for count in settings.tokens if block // 4 <= count <= 2 * block]
@@ -130,5 +143,11 @@ def choose_designs(settings: Settings, shape: ModelShape, num_residents: int, co
         for design in dict.fromkeys(found)
         if design.is_possible(shape.top_k) and design.num_transfers + design.num_on_cpu <= num_others
     ]
+    kinds = {(design.num_transfers > 0, design.num_on_cpu > 0) for design in fits}
+    if not kinds >= {(False, False), (True, False), (False, True)}:
+        raise ProfileError(
+            f"{shape.num_experts} experts of a layer, {shape.top_k} of each token: no layers with hits alone, with "
+            "copies and with CPU experts can be made of these"
+        )
     order = np.random.default_rng(0).permutation(len(fits))
     return [fits[i] for i in order]

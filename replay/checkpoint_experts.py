@@ -6,21 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from replay.arena import Arena
-from tracer.checkpoint import read_config, read_index
-from tracer.llada2_config import LLaDA2Config
+from tracer.checkpoint_layout import MATRICES, Place, expert_prefix, locate, read_config, require_files
 from tracer.schema import ModelShape, TraceError
+from tracer.shard import Shard, require_finite
 
-_MATRICES = ("gate_proj", "up_proj", "down_proj")  # in the order of an expert's numbers in the arena
 
-
-def check_checkpoint(directory: Path, shape: ModelShape) -> LLaDA2Config:
-    """The checkpoint's configuration, if its experts are of this shape.
+def find_experts(directory: Path, shape: ModelShape) -> list[list[list[Place]]]:
+    """Where a checkpoint's experts are, if they are of this shape: [L][E], and of each its matrices.
 
     Raises:
-        TraceError: it cannot be read, or its experts are of other sizes or another number.
+        TraceError: a file is missing or damaged, or the experts are of other sizes or another number.
     """
     config = read_config(directory)
     for name, found, wanted in (
@@ -31,7 +28,13 @@ def check_checkpoint(directory: Path, shape: ModelShape) -> LLaDA2Config:
     ):
         if found != wanted:
             raise TraceError(f"{directory}: {name} {found}, the run needs {wanted}, those of its trace and shape")
-    return config
+    places = locate(directory, config)
+    require_files(place.path for place in places.values())
+    experts = range(config.num_experts)
+    return [
+        [[places[f"{expert_prefix(layer_id, expert)}.{name}.weight"] for name in MATRICES] for expert in experts]
+        for layer_id in config.moe_layer_ids
+    ]
 
 
 def load_experts(arena: Arena, directory: Path, shape: ModelShape, progress: Callable[[int], None]) -> None:
@@ -44,25 +47,15 @@ def load_experts(arena: Arena, directory: Path, shape: ModelShape, progress: Cal
         progress: told of each expert.
 
     Raises:
-        TraceError: it cannot be read, or is of another shape.
+        TraceError: it cannot be read, is of another shape, or holds what is not finite.
     """
-    config, index = check_checkpoint(directory, shape), read_index(directory)
-    matrix = shape.hidden * shape.expert_intermediate
-    for layer, layer_id in enumerate(config.moe_layer_ids):
-        for expert in range(shape.num_experts):
-            into = arena.experts[layer][expert]
-            for part, name in enumerate(_MATRICES):
-                _copy(index, f"model.layers.{layer_id}.mlp.experts.{expert}.{name}.weight", into, part * matrix, matrix)
+    found = find_experts(directory, shape)
+    shards = {path: Shard(path) for path in {place.path for layer in found for expert in layer for place in expert}}
+    for layer, targets in zip(found, arena.experts, strict=True):
+        for expert, target in zip(layer, targets, strict=True):
+            parts = target.chunk(len(MATRICES))  # all of one size, one after the other
+            for place, part in zip(expert, parts, strict=True):
+                stored = shards[place.path].tensor(place)
+                require_finite(f"{place.path}: {place.name}", stored, torch.bfloat16)
+                part.copy_(stored.reshape(-1))
             progress(1)
-
-
-def _copy(index: dict[str, Path], name: str, into: torch.Tensor, first: int, numel: int) -> None:
-    path = index[name]
-    try:
-        with safe_open(path, framework="pt") as shard:
-            stored = shard.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise TraceError(f"{path}: {name} cannot be read: {error}") from None
-    if stored.numel() != numel:
-        raise TraceError(f"{path}: {name} has shape {list(stored.shape)}, must hold {numel} numbers")
-    into[first : first + numel].copy_(stored.reshape(-1))

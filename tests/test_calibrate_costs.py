@@ -1,13 +1,15 @@
 """Costs from designed layers: those of a simulated machine come back exactly, and those that rules do not have find a key."""
 
+import re
+
 import numpy as np
 import pytest
 from scripted import ESTIMATES, make_costs, make_shape
 
 from policies.log import LogChunk, Table
-from policies.profile import copy_ns, layer_ns
+from policies.profile import ProfileError, copy_ns, layer_ns
 from replay.calibrate_costs import charged_ns, demand_copy, layer_costs
-from replay.calibrate_layers import STAGING, choose_designs
+from replay.calibrate_layers import STAGING, choose_designs, residents_of
 from replay.calibrate_log import Execution, Observed, observe, read_log
 from replay.calibrate_plans import Design, designed
 from replay.calibrate_policies import policy_time
@@ -209,8 +211,8 @@ def test_the_worked_example_of_the_timing_rules():
 @pytest.mark.parametrize("settings", [Settings(num_workers=1), QUICK])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(256, 8), (64, 8), (16, 4)])
 def test_designs_are_of_every_kind_and_can_be_routed(settings, num_experts, top_k):
-    residents = min(max(settings.kernel_experts), num_experts // 2)
     shape = make_shape(2, num_experts, top_k)
+    residents = residents_of(settings, shape)
     chosen = choose_designs(settings, shape, residents, 0.7)
     kinds = {(design.num_transfers > 0, design.num_on_cpu > 0) for design in chosen}
     assert kinds == {(False, False), (True, False), (False, True), (True, True)}
@@ -224,6 +226,20 @@ def test_designs_are_of_every_kind_and_can_be_routed(settings, num_experts, top_
             assert hits.sum() == design.num_hits
             assert sorted(loads) == sorted(design.loads(top_k))
             assert loads[hits].sum() == design.hit_rows(top_k)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_experts", "top_k", "message"),
+    [
+        (Settings(num_workers=1), 8, 2, "8 experts of a layer: must be 16 or more to be calibrated"),
+        (QUICK, 3, 1, "3 experts of a layer: must be 4 or more to be calibrated"),
+        (QUICK, 8, 8, "8 experts of a layer, 8 of each token: no layers with hits alone, with copies and with CPU"),
+    ],
+)
+def test_a_shape_of_too_few_experts_is_refused(settings, num_experts, top_k, message):
+    shape = make_shape(2, num_experts, top_k)
+    with pytest.raises(ProfileError, match=re.escape(message)):
+        choose_designs(settings, shape, residents_of(settings, shape), 0.7)
 
 
 def test_last_chunks_of_every_size_are_among_the_designs():

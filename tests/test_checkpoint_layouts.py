@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from llada2_models import TINY, config, tiny_model
+from llada2_models import config, tiny_model
 from safetensors.torch import load_file, save_file
+from stacked_experts import stack, write_map
 
 from tracer.checkpoint import load, read_provenance, save
 from tracer.checkpoint_layout import INDEX_NAME, locate, read_index, tensor_shapes
@@ -24,32 +25,6 @@ def saved(tmp_path):
     model = tiny_model(3)
     save(model, tmp_path / "model", max_shard_bytes=60_000)
     return tmp_path / "model"
-
-
-def experts_of(tensors, layer, matrix):
-    names = [f"model.layers.{layer}.mlp.experts.{e}.{matrix}.weight" for e in range(TINY["num_experts"])]
-    return torch.stack([tensors[name] for name in names])
-
-
-def stack(directory, names, layers=(1, 2, 3)):
-    """Replace the experts of layers by stacked tensors of these names, in a shard of their own."""
-    tensors = {}
-    for path in set(read_index(directory).values()):
-        tensors |= load_file(path)
-    weight_map = json.loads((directory / INDEX_NAME).read_text())["weight_map"]
-    stacked = {}
-    for layer in layers:
-        parts = {letter: experts_of(tensors, layer, f"{word}_proj") for letter, word in zip("gud", ("gate", "up", "down"), strict=True)}  # fmt: skip
-        for name, letters in names.items():
-            stacked[f"model.layers.{layer}.mlp.{name}"] = torch.cat([parts[letter] for letter in letters], dim=1)
-        weight_map = {k: v for k, v in weight_map.items() if not k.startswith(f"model.layers.{layer}.mlp.experts.")}
-    save_file(stacked, directory / "stacked.safetensors")
-    weight_map |= dict.fromkeys(stacked, "stacked.safetensors")
-    write_map(directory, weight_map)
-
-
-def write_map(directory, weight_map):
-    (directory / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def states(model):

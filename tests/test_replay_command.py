@@ -3,7 +3,8 @@
 import json
 import re
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from commands import Finished, command
 from llada2_models import TINY
 from replayed import small_shape
+from stacked_experts import stack
 from strategies import metadata_for, random_passes
 
 import replay.arena
@@ -32,7 +34,7 @@ from replay.machine import Layout, Machine
 from tracer.checkpoint import save
 from tracer.llada2 import LLaDA2
 from tracer.llada2_config import LLaDA2Config
-from tracer.schema import TraceError
+from tracer.schema import NO_GATES, TraceError
 from tracer.store import TraceReader, TraceWriter
 
 FILES = {"summary.json", "result.parquet", "decisions.parquet", "manifest.json"}
@@ -167,6 +169,33 @@ def test_a_machine_is_made_anew_for_what_does_not_fit_it(trace: Path) -> None:
     workshop.close()
 
 
+def test_a_machine_that_could_not_be_made_is_taken_for_no_other(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = TraceReader(trace)
+    passes, shape = list(reader.passes())[:3], reader.metadata.shape
+    workshop, profile = replay_machine.Workshop(), load_profile("h200")
+
+    def machine(**changes: object) -> Machine:
+        conditions = Conditions(device="cpu", **changes)  # type: ignore[arg-type]
+        return workshop.machine(passes, "a trace", shape, shape, 20, profile, conditions, False)[0]
+
+    def no_room(*_: object) -> Machine:
+        raise ProfileError("too many slots")
+
+    assert machine().arena.num_distinct == 48
+    with monkeypatch.context() as patch:
+        patch.setattr(replay_machine, "Machine", no_room)
+        with pytest.raises(ProfileError, match="too many slots"):
+            machine(distinct_experts=5)  # whose arena is there by then
+    again = machine()
+    assert again.arena.num_distinct == 48
+    with monkeypatch.context() as patch:
+        patch.setattr(replay_machine, "link_of", lambda machine: LinkState(1, 16, 5, 16))
+        with pytest.raises(ProfileError, match="trained down"):
+            machine(distinct_experts=7)  # whose machine is there by then
+    assert machine().arena.num_distinct == 48
+    workshop.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -175,6 +204,11 @@ def test_a_machine_is_made_anew_for_what_does_not_fit_it(trace: Path) -> None:
         ({"engine": "des"}, "engine is des, allowed are replay"),
         ({"forwards": 0}, "forwards is 0, must be 1 or more, or null for all"),
         ({"device": "tpu"}, "device is tpu, allowed are cuda, cuda:N and cpu"),
+        ({"forwards": 10**20}, "forwards is 100000000000000000000, must be at most 9223372036854775807, or null"),
+        ({"device": ""}, "device is '', allowed are cuda, cuda:N and cpu"),
+        ({"mode": ""}, "mode is '', allowed are closed, open"),
+        ({"mode": None}, "mode is null, allowed are closed, open"),
+        ({"slow_link": None}, "slow_link is null, must be true or false"),
         ({"output": {"timeline": True}}, "oled-compare draws the timelines of replays"),
     ],
 )
@@ -188,6 +222,8 @@ def test_what_conditions_are_not_is_said(changes: dict, message: str) -> None:
     ("arguments", "message"),
     [
         (["forwards=0"], "forwards is 0, must be 1 or more, or null for all"),
+        (["forwards=99999999999999999999"], "must be at most 9223372036854775807, or null for all"),
+        (["allow_pageable=3"], "allow_pageable is 3, must be true or false"),
         (["distinct_experts=100"], "100 distinct experts: must be 1 to 48, those of all layers"),
         (["forwards=1", "warmup_requests=2"], "all of them warm-up (warmup_requests=2): must be more"),
         (["expert_dtype=fp8"], "expert_dtype is fp8: replays copy and compute bfloat16 alone"),
@@ -202,6 +238,18 @@ def test_what_cannot_be_run_is_said_in_one_line(trace: Path, arguments: list[str
     assert message in done.err
     assert done.err.count("\n") == 1
     assert not Path("out").exists()
+
+
+def test_a_trace_without_gates_is_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    _, passes = random_passes(rng, num_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K, num_requests=2, batch=1)
+    path = tmp_path / "gateless.trace"
+    with TraceWriter(path, metadata_for(small_shape(LAYERS, EXPERTS, TOP_K), NO_GATES)) as writer:
+        for item in passes:
+            writer.write(replace(item, gates=np.full_like(item.gates, np.nan)))
+    done = run(path, "policy=lru", "policy.lru_order=hits_first")
+    assert (done.code, Path("out").exists()) == (2, False)
+    assert "gates are null in this trace, and a replay computes with them; it can be simulated" in done.err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
@@ -240,7 +288,7 @@ def test_a_run_in_pageable_memory_says_so() -> None:
 
 
 def test_too_little_host_memory(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay.arena, "available_bytes", lambda: 2**18)
+    monkeypatch.setattr(replay.arena, "free_bytes", lambda device: 2**18)
     done = run(trace, "policy=lru", "warmup_requests=2")
     assert (done.code, Path("out").exists()) == (2, False)
     assert "48 experts of 0.01172 MiB: 1 MiB in 1 chunks of host memory are needed, 0 MiB are available" in done.err
@@ -307,5 +355,9 @@ def test_a_checkpoints_own_experts(tmp_path: Path) -> None:
         hidden = torch.nn.functional.silu(x @ gate.view(32, 64).T) * (x @ up.view(32, 64).T)
         ids, weights = torch.full((5, 1), 7), torch.ones(5, 1)
         assert torch.allclose(mlp.experts(x, ids, weights), hidden @ down.view(64, 32).T, atol=1e-3, rtol=0.05)
+    stack(tmp_path / "model", {"experts.gate_up_proj": "gu", "experts.down_proj": "d"}, layers=(2,))
+    stacked = Arena(LAYERS, EXPERTS, 3 * 64 * 32)
+    load_experts(stacked, tmp_path / "model", shape, seen.append)
+    assert all(map(torch.equal, chain(*stacked.experts), chain(*arena.experts)))
     with pytest.raises(TraceError, match="experts 16, the run needs 32, those of its trace and shape"):
         load_experts(arena, tmp_path / "model", small_shape(LAYERS, 32, TOP_K), seen.append)

@@ -19,6 +19,7 @@ from torch import Tensor
 from tracer.checkpoint_layout import (
     CONFIG_NAME,
     INDEX_NAME,
+    MATRICES,
     Place,
     expert_prefix,
     locate,
@@ -37,7 +38,6 @@ from tracer.schema import TraceError
 from tracer.shard import Shard, require_finite
 
 TRAINING_NAME = "training.json"
-_MATRICES = ("gate_proj", "up_proj", "down_proj")  # of an expert
 _MAX_HASHING = 8  # threads; a disk is slower than that many
 
 
@@ -144,7 +144,7 @@ def _map_experts(model: LLaDA2, matrices: Mapping[str, StoredMatrix]) -> None:
     staging = Staging()
     for layer_id, mlp in model.moe_layers():
         prefixes = [expert_prefix(layer_id, expert) for expert in range(model.config.num_experts)]
-        stored = [StoredExpert(*(matrices[f"{prefix}.{name}.weight"] for name in _MATRICES)) for prefix in prefixes]
+        stored = [StoredExpert(*(matrices[f"{prefix}.{name}.weight"] for name in MATRICES)) for prefix in prefixes]
         mlp.experts = MappedExperts(stored, staging)
 
 
@@ -257,7 +257,7 @@ def _tensors(model: LLaDA2) -> Iterator[tuple[str, Tensor]]:
     stacked: set[str] = set()
     for layer_id, mlp in model.moe_layers():
         for expert, matrices in enumerate(_experts(mlp.experts)):
-            for name, matrix in zip(_MATRICES, matrices, strict=True):
+            for name, matrix in zip(MATRICES, matrices, strict=True):
                 yield f"{expert_prefix(layer_id, expert)}.{name}.weight", matrix
         stacked |= {f"layers.{layer_id}.mlp.experts.w13", f"layers.{layer_id}.mlp.experts.w2"}
     for name, tensor in model.state_dict().items():

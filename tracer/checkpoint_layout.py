@@ -15,6 +15,7 @@ from tracer.schema import TraceError
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
+MATRICES = ("gate_proj", "up_proj", "down_proj")  # of an expert, in the order in which they are saved
 _NUM_NAMED = 3  # tensors that an error names; a wrong layout has thousands
 
 # Names below `model.layers.N.mlp.` of tensors [E, rows, columns] that stack all experts, and whose rows they hold, in order.

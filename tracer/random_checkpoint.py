@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tracer.checkpoint_layout import CONFIG_NAME, INDEX_NAME, expert_prefix, tensor_shapes
+from tracer.checkpoint_layout import CONFIG_NAME, INDEX_NAME, MATRICES, expert_prefix, tensor_shapes
 from tracer.llada2_config import LLaDA2Config
 from tracer.schema import TraceError
 
@@ -91,7 +91,7 @@ def _weight_map(config: LLaDA2Config, shards: list[str]) -> dict[str, str]:
     places = dict.fromkeys(tensor_shapes(config), shards[0])
     for layer_id in config.moe_layer_ids:
         for expert in range(config.num_experts):
-            for matrix in ("gate_proj", "up_proj", "down_proj"):
+            for matrix in MATRICES:
                 name = f"{expert_prefix(layer_id, expert)}.{matrix}.weight"
                 places[name] = shards[expert * len(shards) // config.num_experts]
     return places
