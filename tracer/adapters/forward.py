@@ -15,7 +15,6 @@ from torch import Tensor
 from tracer.decode import predict
 from tracer.schema import ForwardKind, TraceError
 
-CHUNK = 256  # rows whose probabilities are computed at once: a window has thousands, each of the whole vocabulary
 WEIGHT_TOLERANCE = 1e-4  # of a sum of weights, relative, where they have 32 bits
 ROUNDED_TOLERANCE = 2e-2  # where they have 16
 
@@ -119,14 +118,12 @@ class Forward:
         rows = logits.detach().flatten(0, -2)
         first = size - len(rows) + shift
         rows = rows[: len(rows) - shift]
-        for at in range(0, len(rows), CHUNK):
-            part = rows[at : at + CHUNK]
-            here = slice(first + at, first + at + len(part))
-            guess = predict(part, self.token_ids[here])
-            if not np.isfinite(guess.p_argmax).all():
-                raise TraceError("logits are not finite")
-            self.argmax_ids[here], self.p_argmax[here] = guess.argmax_ids, guess.p_argmax
-            self.p_current[here] = guess.p_current
+        here = slice(first, first + len(rows))
+        guess = predict(rows, self.token_ids[here])
+        if not np.isfinite(guess.p_argmax).all():
+            raise TraceError("logits are not finite")
+        self.argmax_ids[here], self.p_argmax[here] = guess.argmax_ids, guess.p_argmax
+        self.p_current[here] = guess.p_current
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
