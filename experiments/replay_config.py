@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -38,6 +39,9 @@ class Replay(config.Simulate, Conditions):
     """Every key of `oled-replay`."""
 
     engine: str = ENGINE
+    # as given: Hydra takes any number for a truth value
+    allow_pageable: Any = False
+    slow_link: Any = False
 
 
 def register(arguments: Sequence[str]) -> None:
@@ -59,13 +63,24 @@ def conditions_of(record: Mapping[str, Any]) -> Conditions:
         ("h2d_bytes_factor", found.h2d_bytes_factor, FACTORS),
     ):
         if value not in allowed:
-            raise ConfigError(f"{key} is {value}, allowed are {', '.join(map(str, allowed))}")
+            raise ConfigError(f"{key} is {_shown(value)}, allowed are {', '.join(map(str, allowed))}")
+    for key in ("allow_pageable", "slow_link"):
+        value = getattr(found, key)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key} is {_shown(value)}, must be true or false")
     for key in ("forwards", "distinct_experts"):
         value = getattr(found, key)
         if value is not None and value < 1:
             raise ConfigError(f"{key} is {value}, must be 1 or more, or null for all")
+        if value is not None and value > sys.maxsize:
+            raise ConfigError(f"{key} is {value}, must be at most {sys.maxsize}, or null for all")
     if found.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", found.device):
-        raise ConfigError(f"device is {found.device}, allowed are cuda, cuda:N and cpu")
+        raise ConfigError(f"device is {_shown(found.device)}, allowed are cuda, cuda:N and cpu")
     if record["output"]["timeline"]:
         raise ConfigError("output.timeline: oled-compare draws the timelines of replays, beside the simulated ones")
     return found
+
+
+def _shown(value: Any) -> str:
+    """A value as it was typed, where there is anything to see of it."""
+    return "null" if value is None else str(value) if str(value).strip() else repr(value)
