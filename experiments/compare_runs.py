@@ -14,8 +14,9 @@ import polars as pl
 
 from experiments import metrics
 from experiments.cells import cells_of
+from experiments.compare_facts import CONDITIONS, NEEDED, check_facts
 from experiments.errors import ConfigError
-from experiments.files import RESULT, SUMMARY, read_run, write_parquet
+from experiments.files import MANIFEST, RESULT, SUMMARY, read_run, write_parquet
 
 RUNS, FORWARDS = "runs.json", "runs.parquet"  # what a comparison keeps of its runs
 REPLAY = "replay"
@@ -23,15 +24,6 @@ REPLAY = "replay"
 SHARED = ("pass_id", "kind", "warmup", "requests", "num_accepted", "num_activated")
 _PREFETCHES = ("prefetch_issued", "prefetch_started", "prefetch_late", "prefetch_unserved")
 COLUMNS = (*SHARED, "time_ns", "num_hits", *_PREFETCHES)
-# what every summary says, and a comparison needs
-_NEEDED = (
-    *("policy", "variant", "slots_per_layer", "sized", "clairvoyant", "trace", "trace_hash", "source", "warmup"),
-    *("hardware", "hardware_changes", "provenance", "provisional", "profile_hash", "calibration", "calibration_chosen"),
-    *("expert_bytes", "charged_hidden", "charged_expert_intermediate", "traced_hidden", "training_minutes"),
-    *("tokens_per_forward", "decision_hash"),
-)
-# what a replay says of how it was made; a simulation says none of it
-CONDITIONS = ("mode", "device", "machine", "is_pinned", "cpu_kernel", "num_distinct_experts", "weights")
 # of a profile: how it was made, and what a simulated slower link changes
 _ABOUT_PROFILE = ("hash", "h2d_bytes_per_s", "assumed", "provisional")
 
@@ -99,9 +91,12 @@ def ran(
     """A run from what `simulate` returns, or a replay in the same form.
 
     Raises:
-        ConfigError: something is missing.
+        ConfigError: something is missing, or of another type.
     """
     config, profile = manifest.get("config", {}), manifest.get("profile", {})
+    for key, value in (("config", config), ("profile", profile)):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name}: {MANIFEST}: {key} is {value!r}, must hold keys and values")
     own = {key: value for key, value in profile.items() if key not in _ABOUT_PROFILE}
     engine = summary.get("engine", config.get("engine"))
     facts = {
@@ -115,12 +110,15 @@ def ran(
     }
     if engine is None or facts["h2d_bytes_per_s"] is None:
         raise ConfigError(f"{name}: manifest.json does not say by which engine and profile; must be of this version")
-    return _checked(name, facts, forwards, directory)
+    return _checked(name, facts, forwards, directory, (SUMMARY, MANIFEST))
 
 
-def _checked(name: str, facts: Mapping[str, Any], forwards: pl.DataFrame, directory: Path | None) -> Ran:
-    if missing := [key for key in _NEEDED if key not in facts]:
+def _checked(
+    name: str, facts: Mapping[str, Any], forwards: pl.DataFrame, directory: Path | None, files: tuple[str, str]
+) -> Ran:
+    if missing := [key for key in NEEDED if key not in facts]:
         raise ConfigError(f"{name}: the summary lacks {', '.join(missing)}; must be of a run of this version")
+    check_facts(facts, name, *files)
     if missing := [column for column in COLUMNS if column not in forwards.columns]:
         raise ConfigError(
             f"{name}: {RESULT} has no column {missing[0]}; must have one row for each forward (output.per_layer=false)"
@@ -199,7 +197,7 @@ def _read_kept(directory: Path) -> Iterator[Ran]:
         tables = {nth: rows.drop("run") for (nth,), rows in table.partition_by("run", as_dict=True).items()}
         for nth, facts in enumerate(kept):
             name = facts.pop("name")
-            yield _checked(name, facts, tables[nth], None)
+            yield _checked(name, facts, tables[nth], None, (RUNS, RUNS))
     except (pl.exceptions.PolarsError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -53,8 +53,11 @@ def read_run(directory: Path) -> Run | None:
         run = Run(read_object(directory / SUMMARY), read_object(directory / MANIFEST))
     except (FileNotFoundError, TraceError):  # replaced this moment, or damaged
         return None
-    output = run.manifest.get("config", {}).get("output", {})
-    asked = [*[DECISIONS] * output.get("decisions", True), *[TIMELINE] * output.get("timeline", False)]
+    config = run.manifest.get("config", {})
+    output = config.get("output", {}) if isinstance(config, dict) else None
+    if not isinstance(output, dict):  # edited
+        return None
+    asked = [*[DECISIONS] * bool(output.get("decisions", True)), *[TIMELINE] * bool(output.get("timeline", False))]
     return run if all((directory / name).is_file() for name in asked) else None
 
 

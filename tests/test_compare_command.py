@@ -254,6 +254,34 @@ def test_damaged_runs_are_refused(how, message, oled_compare, results, tmp_path)
 
 
 @pytest.mark.parametrize(
+    ("file", "key", "value", "message"),
+    [
+        ("manifest.json", "config", [1], "edited: is not the whole of a run, or is damaged"),
+        ("manifest.json", "config", {"output": 3}, "edited: is not the whole of a run, or is damaged"),
+        ("manifest.json", "profile", 3, "edited: manifest.json: profile is 3, must hold keys and values"),
+        ("manifest.json", "profile", {"h2d_bytes_per_s": "x"}, "h2d_bytes_per_s is 'x', must be a number above 0"),
+        ("manifest.json", "seed", [0], "manifest.json: seed is [0], must be a whole number, 0 or more or null"),
+        ("summary.json", "policy", 3, "edited: summary.json: policy is 3, must be text"),
+        ("summary.json", "slots_per_layer", "16", "slots_per_layer is '16', must be a whole number, 0 or more"),
+        ("summary.json", "warmup", [1], "warmup is [1], must be a whole number, 0 or more"),
+        ("summary.json", "variant", None, "variant is None, must be text"),
+        ("summary.json", "trace", {}, "trace is {}, must be text"),
+        ("summary.json", "decision_hash", [], "decision_hash is [], must be text"),
+        ("summary.json", "h2d_bytes_factor", -1, "h2d_bytes_factor is -1, must be a number above 0"),
+        ("summary.json", "tokens_per_forward", True, "tokens_per_forward is True, must be a number or null"),
+    ],
+)
+def test_edited_runs_are_refused(file, key, value, message, oled_compare, results, tmp_path):
+    run = Path(shutil.copytree(results / "replayed" / "2" / "lru", tmp_path / "edited"))
+    (run / file).write_text(json.dumps({**json.loads((run / file).read_text()), key: value}))
+    code, out, err = oled_compare(results / "simulated", run, "--output", "made")
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not Path("made").exists()
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["absent"], "absent: no such directory"),
