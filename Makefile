@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 test demo: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.dev lint
-	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 demo: $(VENV)/.trace
 	$(BIN)/python -m experiments.demo

@@ -8,3 +8,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the first example of a test may compile what it tests
 settings.register_profile("oledsim", deadline=None)
 settings.load_profile("oledsim")
+
+# few tests that take long: if they were handed out last, one process would run them while the others have nothing to do
+_FIRST = (
+    "test_notebooks.py",
+    "test_launchers.py",
+    "test_record.py",
+    "test_calibrate.py",
+    "test_bench.py",
+    "test_wheel.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in _FIRST)

@@ -363,7 +363,7 @@ def test_the_documentation_names_what_there_is(oled_compare):
     assert len(named) > 10
     assert named <= {field.name for field in fields(Cell)}
     assert {name for name in FILES if f"`{name}`" not in text} == {"plot.png"}
-    options = set(re.findall(r"--[a-z]+", text))
+    options = set(re.findall(r"--[a-z]+", text.partition("\n## Runs\n")[0]))
     assert options == {"--output", "--fitted", "--strict", "--timeline", "--window"}
     _, out, _ = oled_compare("--help")
     assert all(option in out for option in options)
