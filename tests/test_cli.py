@@ -192,8 +192,16 @@ def test_an_interrupt_before_any_cell_is_done_leaves_nothing_and_says_of_nothing
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.fixture
+def interruptible():
+    """As in the foreground of a shell; what a script starts in the background ignores interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_that_come_again_disturb_no_tidying(number):
+def test_signals_that_come_again_disturb_no_tidying(number, interruptible):
     def ends(config):
         Path(HydraConfig.get().runtime.output_dir, "half").touch()
         try:
