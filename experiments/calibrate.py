@@ -12,14 +12,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import torch
 import yaml
-
-try:
-    import torch
-except ModuleNotFoundError:
-    raise SystemExit(
-        "oled-calibrate: error: PyTorch is not installed; in a checkout, pip install '.[replay]' brings it"
-    ) from None
 
 from experiments.calibrate_policies import measure_policies, read_routing
 from experiments.command import Parser, guarded

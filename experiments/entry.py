@@ -1,4 +1,4 @@
-"""Entry points of the commands: thin, so that an interrupt while modules are loaded is one line as well."""
+"""Entry points of the commands: thin, so that what stops the loading of modules is one line as well."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from importlib import import_module
 
 from experiments.terminal import INTERRUPTED, mend_streams
+
+_OF_EXTRAS = ("jinja2", "safetensors", "tokenizers", "torch")  # that not every command needs
 
 
 def simulate() -> int | None:
@@ -62,6 +64,12 @@ def _start(program: str, module: str) -> int | None:
     mend_streams()
     try:
         return import_module(module).main()
+    except ModuleNotFoundError as error:
+        if error.name not in _OF_EXTRAS:
+            raise
+        remedy = "in a checkout, pip install '.[trace,replay]' brings it"
+        print(f"{program}: error: {error.name} is not installed; {remedy}", file=sys.stderr)
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from experiments import collect
+from experiments import collect, replay_machine
 from experiments import config as schema
 from experiments.cli import hydra_command
 from experiments.collect import shown, table_of
@@ -20,19 +20,10 @@ from experiments.columns import WIDTH, wrap
 from experiments.kept import Kept, of_this_process
 from experiments.keys import refuse_unknown
 from experiments.replay_config import ENGINE, Replay, conditions_of, register
-from experiments.table import format_table
-
-try:
-    import torch  # noqa: F401  # before whatever else needs it
-except ModuleNotFoundError:
-    raise SystemExit(
-        "oled-replay: error: PyTorch is not installed; in a checkout, pip install '.[replay]' brings it"
-    ) from None
-
-from experiments import replay_machine
 from experiments.replay_result import write
 from experiments.run import setting_for
 from experiments.setting import Setting
+from experiments.table import format_table
 
 _PLAIN = ("expert_dtype", "warmup_requests", "calibration", "staging_slots", "seed")
 

@@ -10,21 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 from tqdm import tqdm
 
 from experiments.cli import Directories, hydra_command
 from experiments.keys import refuse_unknown
-from tracer.schema import GATE_DTYPES, ForwardKind, ModelShape, Pass, TraceError, TraceMetadata
-
-try:
-    import torch
-except ModuleNotFoundError:
-    raise SystemExit(
-        "oled-trace: error: PyTorch is not installed; in a checkout, pip install '.[trace]' brings it"
-    ) from None
-
 from tracer import locality
 from tracer.capture import trace_metadata, trace_prompts
 from tracer.chat import load_chat_template, render_prompts
@@ -33,6 +25,7 @@ from tracer.decode import DecodeResult, DecodeSettings, ForwardEvent
 from tracer.llada2 import LLaDA2
 from tracer.llada2_config import LLaDA2Config
 from tracer.prompts import Prompt, encode_prompts, read_prompts
+from tracer.schema import GATE_DTYPES, ForwardKind, ModelShape, Pass, TraceError, TraceMetadata
 from tracer.shipped import find_model
 from tracer.special_ids import check_special_ids
 from tracer.store import TraceReader, TraceWriter

@@ -40,6 +40,24 @@ def test_an_interrupt_is_one_line(name, when, monkeypatch, capsys):
     assert capsys.readouterr() == ("", f"{name}: interrupted\n")
 
 
+@pytest.mark.parametrize("command", ["trace", "replay", "calibrate"])
+def test_torch_that_is_not_installed_is_one_line(command):
+    code = f"import sys; sys.modules['torch'] = None; from experiments import entry; entry.{command}()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    remedy = "in a checkout, pip install '.[trace,replay]' brings it"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"oled-{command}: error: torch is not installed; {remedy}\n"
+
+
+def test_other_modules_that_are_missing_are_bugs(monkeypatch):
+    def load(module):
+        raise ModuleNotFoundError("No module named 'experiments.gone'", name="experiments.gone")
+
+    monkeypatch.setattr(entry, "import_module", load)
+    with pytest.raises(ModuleNotFoundError, match="gone"):
+        entry.curves()
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_an_exit_code_is_passed_on(name, monkeypatch):
     monkeypatch.setattr(entry, "import_module", lambda module: SimpleNamespace(main=lambda: 2))
