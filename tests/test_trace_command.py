@@ -117,6 +117,7 @@ def test_help_lists_every_key(oled_trace):
     assert (code, err) == (0, "")
     listed = [line.split()[0] for line in out.splitlines() if re.match(r"[a-z_.]+  +\S", line)]
     assert sorted(listed) == sorted(keys_of(command.Trace))
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_options_reach_the_trace(workplace, oled_trace):
