@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -75,9 +74,7 @@ def measure_caches(trace: str, slots: Sequence[int], num_forwards: int, num_repe
     streams = {"drifting sets": (synthetic.astype(np.int32), SHAPE), reader.path.stem: (recorded, shape)}
     others = {name: installed(name) for name in (LibCacheSim.NAME, PolicyLang.NAME)}
     rows = []
-    bar = tqdm(
-        total=len(streams) * 2 * len(slots) * len(HITS), unit="row", disable=not sys.stderr.isatty(), leave=False
-    )
+    bar = tqdm(total=len(streams) * 2 * len(slots) * len(HITS), unit="row", disable=None, leave=False)
     with bar, TemporaryDirectory() as directory:
         for name, (stream, of) in streams.items():
             for layout in ("shared", "per layer"):

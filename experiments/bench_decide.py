@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -148,7 +147,7 @@ def measure_decisions(
     }
     slots = slots_per_layer * shape.num_layers
     warm = WARM_FORWARDS * shape.num_layers  # gates that are not counted
-    bar = tqdm(total=(1 + num_repeats) * len(built), unit="run", disable=not sys.stderr.isatty(), leave=False)
+    bar = tqdm(total=(1 + num_repeats) * len(built), unit="run", disable=None, leave=False)
     with bar:
         runs: dict[str, Recorded] = {}
         for name, policy in built.items():

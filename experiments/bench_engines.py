@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from time import perf_counter_ns
@@ -52,7 +51,7 @@ def measure_engines(
     context, _ = context_of(reader, warmup_requests=1)
     rows: dict[str, Any] = {}
     refused: dict[str, str] = {}
-    bar = tqdm(policies or POLICIES, desc="engines", unit="policy", disable=not sys.stderr.isatty())
+    bar = tqdm(policies or POLICIES, desc="engines", unit="policy", disable=None)
     for name in bar:
         try:
             policy = build_policy(name, {}, context)

@@ -113,7 +113,7 @@ def memory_as_text(report: Mapping[str, Any]) -> str:
 
 def _write(reader: TraceReader, path: Path, times: int) -> None:
     metadata = replace(reader.metadata, gate_dtype="float32", source="synthetic:repeated")
-    bar = tqdm(total=times * reader.num_passes, unit="forward", desc=path.stem, disable=not sys.stderr.isatty())
+    bar = tqdm(total=times * reader.num_passes, unit="forward", desc=path.stem, disable=None)
     with bar, TraceWriter(path, metadata) as writer:
         for pass_ in repeated(reader, times):
             writer.write(pass_)

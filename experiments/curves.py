@@ -115,13 +115,7 @@ class _Watched:
 
     def __init__(self, reader: TraceReader, times: int) -> None:
         self._reader = reader
-        self.bar = tqdm(
-            total=times * reader.num_passes,
-            desc=PROGRAM,
-            unit="forward",
-            disable=not sys.stderr.isatty(),
-            leave=False,
-        )
+        self.bar = tqdm(total=times * reader.num_passes, desc=PROGRAM, unit="forward", disable=None, leave=False)
 
     def __iter__(self) -> Iterator[Pass]:
         for pass_ in self._reader:

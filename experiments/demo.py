@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,7 +86,7 @@ def simulate_grid(path: Path) -> pl.DataFrame:
     """Run every policy at every size; those that ignore the size, once."""
     cells = [(policy, {}, size) for policy in POLICIES for size in (SIZES[:1] if policy in UNSIZED else SIZES)]
     cells += [("oled", FIXED, size) for size in SIZES]
-    bar = tqdm(cells, unit="run", desc="simulating", disable=not sys.stderr.isatty(), leave=False)
+    bar = tqdm(cells, unit="run", desc="simulating", disable=None, leave=False)
     results = [simulate(path, name, size, HARDWARE, knobs=knobs, shape=SHAPE) for name, knobs, size in bar]
     return table_of(with_differences([result.summary for result in results], lambda row: results[row].forwards))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,7 +53,7 @@ def _oracle(options: argparse.Namespace) -> str:
         size = shape.expert_bytes()
         if not size:
             raise TraceError(f"{reader.path}: does not know the sizes of its model, which --bytes needs")
-    bar = tqdm(total=reader.num_passes, unit="pass", desc=PROGRAM, disable=not sys.stderr.isatty(), leave=False)
+    bar = tqdm(total=reader.num_passes, unit="pass", desc=PROGRAM, disable=None, leave=False)
     with bar:
         num_records = write_oracle(
             reader,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -222,7 +221,7 @@ def _write(options: argparse.Namespace, metadata: TraceMetadata, passes: Iterabl
 
     A forward is what a pass does for one request.
     """
-    bar = tqdm(total=num_forwards, unit="forward", desc=PROGRAM, disable=not sys.stderr.isatty(), leave=False)
+    bar = tqdm(total=num_forwards, unit="forward", desc=PROGRAM, disable=None, leave=False)
     with bar, TraceWriter(options.output, metadata, overwrite=options.overwrite) as writer:
         for item in passes:
             writer.write(item)

@@ -123,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
         is_autoregressive=is_autoregressive,
         skip_bad=options.skip_bad,
     )
-    bar = tqdm(unit="request", desc=PROGRAM, disable=not sys.stderr.isatty(), leave=False)
+    bar = tqdm(unit="request", desc=PROGRAM, disable=None, leave=False)
     with bar:
         outcome = write_import(requests(), options.output, settings, overwrite=options.overwrite, on_request=bar.update)
     _say_skipped(outcome)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -134,8 +132,8 @@ class Workshop:
             self._arena_is_for = of_arena
         opened = open_device(device)
         try:
-            with _bar("getting ready", num_steps(passes, traced.num_layers), "layer", has_bars) as progress:
-                self._machine = Machine(layout, opened, arena, passes, progress)
+            with progress_bar("getting ready", num_steps(passes, traced.num_layers), "layer", has_bars) as bar:
+                self._machine = Machine(layout, opened, arena, passes, bar.update)
         except BaseException:
             opened.close()
             raise
@@ -190,28 +188,23 @@ def _arena(layout: Layout, shape: ModelShape, conditions: Conditions, device: st
     total = layout.num_layers * layout.num_experts
     num_distinct, padding = conditions.distinct_experts, FACTORS[-1] - 1
     budget = plan_arena(num_distinct or total, 2 * layout.expert_numel, padding)
-    with _bar("pinning", budget.num_bytes // MIB, "MiB", has_bars) as progress:
+    with progress_bar("pinning", budget.num_bytes // MIB, "MiB", has_bars) as bar:
         arena = Arena(
             *(layout.num_layers, layout.num_experts, layout.expert_numel),
             num_distinct=num_distinct,
             padding=padding,
             pinned=device != "cpu",
             allow_pageable=conditions.allow_pageable,
-            progress=lambda num_bytes: progress(num_bytes // MIB),
+            progress=lambda num_bytes: bar.update(num_bytes // MIB),
         )
-    with _bar("filling", arena.num_distinct, "expert", has_bars) as progress:
+    with progress_bar("filling", arena.num_distinct, "expert", has_bars) as bar:
         if of_model:
-            load_experts(arena, Path(conditions.weights), shape, progress)
+            load_experts(arena, Path(conditions.weights), shape, bar.update)
         else:
-            arena.fill(progress=progress)
+            arena.fill(progress=bar.update)
     return arena
 
 
-@contextmanager
-def _bar(what: str, total: int, unit: str, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    with tqdm(total=total, desc=what, unit=unit, disable=not (is_shown and sys.stderr.isatty()), leave=False) as bar:
-        yield lambda count: None if bar.disable else _ignore(bar.update(count))
-
-
-def _ignore(_: object) -> None:
-    pass
+def progress_bar(what: str, total: int, unit: str, is_wanted: bool) -> Any:
+    """A bar on stderr where that is a terminal; Any, as what its `update` returns does not matter."""
+    return tqdm(total=total, desc=what, unit=unit, disable=None if is_wanted else True, leave=False)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-from tqdm import tqdm
 
 from experiments.fidelity_grid import slowed
 from experiments.kept import Kept
 from experiments.policy import name_of
 from experiments.replay_config import Conditions
-from experiments.replay_machine import Facts, Workshop
+from experiments.replay_machine import Facts, Workshop, progress_bar
 from experiments.setting import Setting
 from policies.contract import Estimates, Policy
 from policies.log import LogChunk, Ragged
@@ -69,12 +67,8 @@ def run(setting: Setting, conditions: Conditions, kept: Kept, workshop: Workshop
         *(int(capacity.sum()) + setting.staging_slots, setting.profile, conditions),
         has_bars=setting.given.progress,
     )
-    shown = setting.given.progress and sys.stderr.isatty()
-    with tqdm(total=len(passes), desc=policy.name, unit="forward", disable=not shown) as bar:
-        replayed = replay(
-            *(machine, passes, decider, traced, slots, estimates, setting.staging_slots),
-            progress=bar.update,  # pyright: ignore[reportArgumentType]  # what it returns does not matter
-        )
+    with progress_bar(policy.name, len(passes), "forward", setting.given.progress) as bar:
+        replayed = replay(machine, passes, decider, traced, slots, estimates, setting.staging_slots, bar.update)
     return Measured(policy, replayed, facts, len(passes))
 
 

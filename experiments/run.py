@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -168,8 +167,8 @@ def _run(setting: Setting, output: str | Path | None, kept: Kept) -> Result:
     )
     compared = Comparison(policy)
     run_manifest = manifest(setting, policy)
-    shown = given.progress and sys.stderr.isatty()
-    bar = tqdm(total=reader.num_passes, desc=name_of(setting.policy), unit="forward", disable=not shown)
+    disable = None if given.progress else True  # None: where stderr is no terminal
+    bar = tqdm(total=reader.num_passes, desc=name_of(setting.policy), unit="forward", disable=disable)
     with RunFiles(output, given, run_manifest["config"]) as files, bar:
         timeline = timeline_of(setting, policy, slots, files.open(TIMELINE)) if given.timeline else None
         chunks = _chunks(setting, policy, slots, kept, timeline.add_copy if timeline else None)

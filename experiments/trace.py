@@ -190,13 +190,7 @@ class _Progress:
         self._gen_length = gen_length
         self._num_accepted: Counter[int] = Counter()  # of each request that runs
         self._num_ended = 0
-        self.bar = tqdm(
-            total=num_prompts * gen_length,
-            unit="token",
-            desc="oled-trace",
-            disable=not sys.stderr.isatty(),
-            leave=False,
-        )
+        self.bar = tqdm(total=num_prompts * gen_length, unit="token", desc="oled-trace", disable=None, leave=False)
 
     def forward(self, event: ForwardEvent) -> None:
         """Move on by what the forward accepted."""
@@ -235,7 +229,7 @@ def _load(directory: Path, model_config: LLaDA2Config, config: DictConfig) -> tu
     device = torch.device(config.device)
     default = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = DTYPES.get(config.dtype, default)
-    bar = tqdm(unit="B", unit_scale=True, desc="oled-trace: reading", disable=not sys.stderr.isatty(), leave=False)
+    bar = tqdm(unit="B", unit_scale=True, desc="oled-trace: reading", disable=None, leave=False)
     with bar:
         provenance = read_provenance(directory, on_bytes=bar.update)
         mapped = EXPERTS[config.experts]
