@@ -20,13 +20,13 @@ from experiments.command import Parser, guarded
 from experiments.errors import ConfigError
 from experiments.profiles import load_shape, profile_from_dict
 from experiments.terminal import mend_streams
+from experiments.whole import whole_file
 from policies.profile import HardwareProfile, ProfileError
 from policies.registry import POLICIES
 from replay.calibrate import calibrate
 from replay.calibrate_link import MIB
 from replay.calibrate_settings import QUICK, Settings
 from replay.calibrated import notes_of, profile_of
-from tracer.exchange import partial_beside
 from tracer.own_version import own_version
 from tracer.schema import choices
 
@@ -137,12 +137,8 @@ def write_profile(path: Path, profile: HardwareProfile, notes: Sequence[str]) ->
     text = profile_as_yaml(profile, notes)
     if profile_from_dict(yaml.safe_load(text), str(path)) != profile:
         raise ProfileError(f"{path}: not written, the text would be read as another profile")
-    partial = partial_beside(path)
-    try:
+    with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def profile_as_yaml(profile: HardwareProfile, notes: Sequence[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from experiments.identity import asked, sources
 from experiments.policy import has_changed, label
 from experiments.ranking import read_forwards, with_differences
 from experiments.table import SECTION, format_table
+from experiments.whole import whole_file
 from policies.registry import POLICIES
 
 _NAMED_BY_COLUMNS = ("policy", "trace", "hardware", "calibration", "cache.slots_per_layer")
@@ -118,12 +118,8 @@ def shown(path: Path) -> str:
 
 def write_table(table: pl.DataFrame, path: Path) -> None:
     """Write a Parquet file that is there whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
-    try:
+    with whole_file(path) as partial:
         write_parquet(table, partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _swept(manifests: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.command import Parser, guarded
-from experiments.compare_files import TIMELINE, whole, write
+from experiments.compare_files import TIMELINE, check, write
 from experiments.compare_judge import compare
 from experiments.compare_pairs import Pair
 from experiments.compare_runs import read_runs
@@ -19,6 +19,7 @@ from experiments.compare_timeline import write_timelines
 from experiments.errors import ConfigError
 from experiments.terminal import mend_streams
 from experiments.timeline import FORWARDS, Window
+from experiments.whole import whole_directory
 from tracer.own_version import own_version
 from tracer.schema import choices
 
@@ -91,7 +92,7 @@ def _run(options: argparse.Namespace) -> int:
     comparison = compare(read_runs(options.runs), options.fitted)
     drawn = None if options.timeline is None else pair_named(comparison.pairs, options.timeline)
     if options.output is not None:
-        with whole(options.output, options.overwrite) as partial:
+        with whole_directory(options.output, lambda: check(options.output, options.overwrite)) as partial:
             if drawn is not None:
                 with (partial / TIMELINE).open("wb") as file:
                     write_timelines(drawn, file, window)

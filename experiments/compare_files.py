@@ -1,11 +1,8 @@
-"""The files of a comparison, in a directory of their own that is there whole or not at all."""
+"""The files of a comparison, in a directory of their own."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from experiments.compare_cells import as_table
@@ -15,7 +12,7 @@ from experiments.compare_runs import FORWARDS, RUNS, write_runs
 from experiments.compare_table import as_markdown
 from experiments.errors import ConfigError
 from experiments.files import write_parquet
-from tracer.exchange import partial_beside, put_back, take_place
+from experiments.whole import names_in
 
 TABLE, NUMBERS, CELLS, PLOT, TIMELINE = "table.md", "comparison.json", "cells.parquet", "plot.png", "timeline.pftrace"
 FILES = (TABLE, NUMBERS, CELLS, PLOT, TIMELINE, RUNS, FORWARDS)
@@ -30,40 +27,11 @@ def write(comparison: Comparison, directory: Path) -> None:
     plot_comparison(comparison, directory / PLOT)
 
 
-@contextmanager
-def whole(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A hidden directory to write into, which takes this name when all went well, and is removed when not.
-
-    Args:
-        path: absent, or empty; with `overwrite` also one that holds a comparison and nothing else.
-        overwrite: replace what is there.
+def check(directory: Path, overwrite: bool) -> None:
+    """Refuse a directory that holds anything but a comparison, or one that is not to be replaced.
 
     Raises:
-        ConfigError: the directory cannot be replaced.
+        ConfigError: it is such a directory.
     """
-    final = path.resolve()
-    put_back(final)
-    _check(path, overwrite)
-    partial = partial_beside(final)
-    made = [parent for parent in final.parents if not parent.exists()]  # innermost first
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        take_place(partial, final, lambda: _check(path, overwrite))
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        for parent in made:
-            with suppress(OSError):  # holds something, or is gone
-                parent.rmdir()
-
-
-def _check(path: Path, overwrite: bool) -> None:
-    if not path.exists():
-        return
-    if not path.is_dir() or path.is_mount() or Path.cwd().is_relative_to(path.resolve()):
-        raise ConfigError(f"{path}: a comparison cannot take its place; must be a directory of its own")
-    found = sorted(file.name for file in path.iterdir())
-    if foreign := [name for name in found if name not in FILES]:
-        raise ConfigError(f"{path}: holds {foreign[0]}, which is not of a comparison; must be a directory of its own")
-    if found and not overwrite:
-        raise ConfigError(f"{path}: holds a comparison; --overwrite replaces it")
+    if names_in(directory, FILES, "a comparison") and not overwrite:
+        raise ConfigError(f"{directory}: holds a comparison; --overwrite replaces it")

@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -13,12 +15,13 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from tqdm import tqdm
 
 from experiments.command import Parser, guarded
-from experiments.curves_files import PLOT, CurveFiles
+from experiments.curves_files import PLOT, check, write
 from experiments.curves_plot import plot_curves
 from experiments.curves_points import points_of, run_point
 from experiments.curves_table import as_frame, as_text, facts_of
 from experiments.errors import ConfigError
 from experiments.terminal import mend_streams
+from experiments.whole import whole_directory
 from policies.contract import PolicyError
 from simulator.curves import CURVES, NEED_GATES, curves
 from tracer.own_version import own_version
@@ -133,7 +136,8 @@ def run(config: DictConfig) -> None:
             f"warmup_requests is {config.warmup_requests}, must be 0 or more and below {reader.num_requests}, the requests of the trace"
         )
     asked: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
-    with CurveFiles(config.output.dir, asked, reader, config.output.overwrite) as files:
+    directory = Path(config.output.dir or f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}")
+    with whole_directory(directory, lambda: check(directory, asked, config.output.overwrite)) as partial:
         watched = _Watched(reader, 2 if "ideal_min" in names else 1)
         with watched.bar:
             found = curves(watched, reader.metadata.shape, names, config.warmup_requests)
@@ -143,9 +147,9 @@ def run(config: DictConfig) -> None:
             run_point(point, reader, config.hardware, config.shape, config.warmup_requests, facts) for point in points
         ]
         frame = pl.concat([frame, *rows])
-        plot_curves(frame, files.partial / PLOT)
-        files.finish(frame)
-    print(f"{as_text(frame)}\n\nWritten: {files.shown}")
+        plot_curves(frame, partial / PLOT)
+        write(frame, asked, reader, partial)
+    print(f"{as_text(frame)}\n\nWritten: {directory}")
 
 
 def _names(text: str) -> list[str]:

@@ -13,13 +13,14 @@ from typing import Any
 
 import polars as pl
 
-from experiments import compare_files
+from experiments.compare_files import write
 from experiments.compare_judge import compare
 from experiments.compare_runs import Ran, read_runs
+from experiments.compare_table import as_markdown
 from experiments.errors import ConfigError
 from experiments.fidelity_grid import WORKLOADS, Cell, FirstForwards, shape_of, slowed
 from experiments.fidelity_log import read_log
-from experiments.fidelity_terms import as_markdown, terms_of
+from experiments.fidelity_terms import terms_as_markdown, terms_of
 from experiments.files import RunFiles, write_parquet
 from experiments.identity import sources
 from experiments.kept import BUDGET_BYTES, Kept
@@ -29,9 +30,9 @@ from experiments.profiles import load_profile, profile_hash
 from experiments.results import ForwardTable
 from experiments.run import DEFAULTS, run, setting_for
 from experiments.summary import summary_of
+from experiments.whole import whole_directory
 from policies.log import LogChunk
 from policies.profile import HardwareProfile
-from tracer.exchange import partial_beside, take_place
 from tracer.files import metadata_hash
 from tracer.records import read_object
 from tracer.schema import ModelShape
@@ -93,21 +94,15 @@ def judge(directory: Path, output: Path) -> str:
     runs = read_runs([results])
     comparison = compare(runs)
     target = output / name_of(measured)
-    partial = partial_beside(target.resolve())
-    partial.mkdir(parents=True)
-    try:
-        compare_files.write(comparison, partial)
+    with whole_directory(target) as partial:
+        write(comparison, partial)
         write_parquet(pl.DataFrame(terms, infer_schema_length=None), partial / TERMS)
-        (partial / WORDS).write_text(as_markdown(terms), encoding="utf-8")
+        (partial / WORDS).write_text(terms_as_markdown(terms), encoding="utf-8")
         shutil.copyfile(directory / PROFILE, partial / PROFILE)
         kept = {**measured.manifest, "judged": {"command": sys.argv[1:], "sources": sources()}}
         (partial / MANIFEST).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        parts = _by_workload(runs)
-        if parts:
-            (partial / BY_WORKLOAD).write_text(compare_files.as_markdown(compare(parts)), encoding="utf-8")
-        take_place(partial, target.resolve(), lambda: None)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if parts := _by_workload(runs):
+            (partial / BY_WORKLOAD).write_text(as_markdown(compare(parts)), encoding="utf-8")
     lines = [f"{_mark(one.is_met)} {one.name} ({one.limit}): {one.found}" for one in comparison.targets]
     return "\n".join([*lines, f"Written: {target}"])
 

@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from experiments.errors import ConfigError
+from experiments.whole import whole_file
 from policies.log import FORWARD_COLUMNS, FORWARD_LISTS, LAYER_COLUMNS, LAYER_LISTS, LogChunk, Ragged, Table
-from tracer.exchange import partial_beside
 
 _NOTES, _FORWARDS = b"oledsim.notes", b"oledsim.forwards"
 # lists of what is prefetched at each gate, thousands for some policies; that they are counted is enough
@@ -38,8 +38,7 @@ def write_log(path: Path, chunks: Sequence[LogChunk], notes: Mapping[str, Any]) 
     scalars = {name: kind for name, kind in LAYER_COLUMNS.items() if kind not in _NARROW}
     # ids ascend and times follow each other: differences are small
     encodings = dict.fromkeys((*scalars, *(f"{name}.list.element" for name in LAYER_LISTS)), "DELTA_BINARY_PACKED")
-    partial = partial_beside(path)
-    try:
+    with whole_file(path) as partial:
         pq.write_table(
             layers.replace_schema_metadata(metadata),
             partial,
@@ -48,9 +47,6 @@ def write_log(path: Path, chunks: Sequence[LogChunk], notes: Mapping[str, Any]) 
             use_dictionary=False,
             column_encoding=encodings,
         )
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_log(path: Path) -> tuple[LogChunk, dict[str, Any]]:

@@ -25,6 +25,7 @@ from experiments.fidelity_log import write_log
 from experiments.identity import sources
 from experiments.policy import built
 from experiments.profiles import load_profile, profile_hash
+from experiments.whole import whole_file
 from policies.contract import Policy, PolicyError
 from policies.log import LogChunk
 from policies.profile import HardwareProfile, ProfileError, estimates_of
@@ -33,7 +34,6 @@ from replay.device import open_device
 from replay.link_state import read_link
 from replay.machine import Layout, Machine
 from replay.run import replay
-from tracer.exchange import partial_beside
 from tracer.files import metadata_hash
 from tracer.schema import ModelShape, Pass
 from tracer.shipped import find_trace
@@ -73,10 +73,8 @@ class Session:
     def note(self, **values: Any) -> None:
         """Add to the manifest, and write it."""
         self.manifest |= values
-        path = self.directory / MANIFEST
-        partial = partial_beside(path)
-        partial.write_text(json.dumps(self.manifest, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        with whole_file(self.directory / MANIFEST) as partial:
+            partial.write_text(json.dumps(self.manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def run(options: Namespace, started: float) -> str:

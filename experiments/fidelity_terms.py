@@ -64,7 +64,7 @@ def _parts(layers: Table, forward_ends: NDArray[np.int64]) -> dict[str, float | 
     }
 
 
-def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+def terms_as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Simulated and measured times of each part, us, and below what the parts are."""
     head = f"| cell | {' | '.join(PARTS)} |"
     rule = f"| --- |{' ---: |' * len(PARTS)}"

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from experiments.arguments import Arguments
 from experiments.errors import ConfigError
 from experiments.identity import differences
+from experiments.whole import names_in
 from policies.log import LAYER_COLUMNS, LAYER_LISTS, LogChunk
 from tracer.exchange import partial_beside, put_back, take_place
 from tracer.records import read_object
@@ -168,17 +169,8 @@ class RunFiles:
         self._batches.clear()
 
     def _check_target(self, shown: Path) -> None:
-        if not self._final.exists():
-            return
-        if self._final.is_mount() or Path.cwd().is_relative_to(self._final):
-            raise ConfigError(
-                f"{shown}: is a mount point or the working directory, which no run can take the place of; "
-                "must be a directory of its own"
-            )
-        foreign = sorted(path.name for path in self._final.iterdir() if path.name not in (*FILES, CELL))
-        if foreign:
-            raise ConfigError(f"{shown}: holds {foreign[0]}, which is not of a run; must be a directory of its own")
-        found = None if self._given.overwrite else read_run(self._final)
+        is_empty = not names_in(shown, (*FILES, CELL), "a run")
+        found = None if is_empty or self._given.overwrite else read_run(self._final)
         if found is not None and (keys := differences(found.manifest.get("config", {}), self._config)):
             raise ConfigError(f"{shown}: holds a run with another {', '.join(keys)}; output.overwrite=true replaces it")
 
