@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 from experiments.compare_runs import Ran
 from experiments.errors import ConfigError
 from experiments.files import DECISIONS
-from policies.log import LAYER_COLUMNS, LAYER_LISTS, DecisionHash, Ragged, Table
+from experiments.log_tables import from_arrow
+from policies.log import LAYER_COLUMNS, LAYER_LISTS, DecisionHash, Table
 
 _DECIDED = ("hits", "transfers", "on_cpu", "retained", "prefetch_layers", "prefetch_experts")
 
@@ -29,16 +30,9 @@ def read_layers(directory: Path, first: int, stop: int) -> Table:
     try:
         columns = [*LAYER_COLUMNS, *LAYER_LISTS]
         table = pq.read_table(path, columns=columns, filters=[("forward", ">=", first), ("forward", "<", stop)])
-        scalars = {name: table[name].to_numpy().astype(kind) for name, kind in LAYER_COLUMNS.items()}
-        return Table(scalars, {name: _ragged(table[name], kind) for name, kind in LAYER_LISTS.items()})
+        return from_arrow(table, LAYER_COLUMNS, LAYER_LISTS)
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ConfigError(f"{path}: is not a decision log that can be read: {' '.join(str(error).split())}") from None
-
-
-def _ragged(column: pa.ChunkedArray, kind: type) -> Ragged:
-    lists = column.combine_chunks()
-    offsets = lists.offsets.to_numpy().astype(np.int64)
-    return Ragged(offsets - offsets[0], lists.flatten().to_numpy(zero_copy_only=False).astype(kind))
 
 
 def decision_hash(run: Ran) -> str | None:

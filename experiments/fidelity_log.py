@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from experiments.errors import ConfigError
+from experiments.log_tables import from_arrow, to_arrow
 from experiments.whole import whole_file
 from policies.log import FORWARD_COLUMNS, FORWARD_LISTS, LAYER_COLUMNS, LAYER_LISTS, LogChunk, Ragged, Table
 
@@ -32,8 +32,8 @@ def write_log(path: Path, chunks: Sequence[LogChunk], notes: Mapping[str, Any]) 
         chunks: of the run, at least one.
         notes: what else is known of it, plain data.
     """
-    layers = pa.concat_tables(_as_table(chunk.layers, LAYER_COLUMNS, _LISTS) for chunk in chunks)
-    forwards = pa.concat_tables(_as_table(chunk.forwards, FORWARD_COLUMNS, FORWARD_LISTS) for chunk in chunks)
+    layers = pa.concat_tables(to_arrow(chunk.layers, LAYER_COLUMNS, _LISTS) for chunk in chunks)
+    forwards = pa.concat_tables(to_arrow(chunk.forwards, FORWARD_COLUMNS, FORWARD_LISTS) for chunk in chunks)
     metadata = {_NOTES: json.dumps(notes), _FORWARDS: json.dumps(forwards.to_pydict())}
     scalars = {name: kind for name, kind in LAYER_COLUMNS.items() if kind not in _NARROW}
     # ids ascend and times follow each other: differences are small
@@ -64,14 +64,14 @@ def read_log(path: Path) -> tuple[LogChunk, dict[str, Any]]:
     if missing or _NOTES not in metadata or _FORWARDS not in metadata:
         raise ConfigError(f"{path}: is no log of a replayed cell: it lacks {missing[0] if missing else 'its notes'}")
     forwards = pa.table(json.loads(metadata[_FORWARDS]))
-    layers = _from_table(table, LAYER_COLUMNS, _LISTS)
+    layers = from_arrow(table, LAYER_COLUMNS, _LISTS)
     empty = {
         name: Ragged(np.zeros(len(layers) + 1, np.int64), np.empty(0, kind))
         for name, kind in LAYER_LISTS.items()
         if name not in _LISTS
     }
     chunk = LogChunk(
-        Table(layers.scalars, {**layers.lists, **empty}), _from_table(forwards, FORWARD_COLUMNS, FORWARD_LISTS)
+        Table(layers.scalars, {**layers.lists, **empty}), from_arrow(forwards, FORWARD_COLUMNS, FORWARD_LISTS)
     )
     return chunk, json.loads(metadata[_NOTES])
 
@@ -102,22 +102,3 @@ def pack(directory: Path, target: Path, names: Sequence[str], pack_bytes: int = 
             for name in group:
                 archive.add(directory / name, arcname=name)
     return paths
-
-
-def _as_table(table: Table, scalars: Mapping[str, type], lists: Mapping[str, type]) -> pa.Table:
-    arrays: dict[str, pa.Array] = {name: pa.array(table.scalars[name]) for name in scalars}
-    for name in lists:
-        column = table.lists[name]
-        arrays[name] = pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), pa.array(column.values))
-    return pa.table(arrays)
-
-
-def _from_table(table: pa.Table, scalars: Mapping[str, type], lists: Mapping[str, type]) -> Table:
-    columns = {name: table[name].to_numpy().astype(kind) for name, kind in scalars.items()}
-    ragged = {}
-    for name, kind in lists.items():
-        column = table[name].combine_chunks()
-        lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
-        values = column.flatten().to_numpy(zero_copy_only=False).astype(kind)
-        ragged[name] = Ragged(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), values)
-    return Table(columns, ragged)

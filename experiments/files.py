@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from experiments.arguments import Arguments
 from experiments.errors import ConfigError
 from experiments.identity import differences
+from experiments.log_tables import to_arrow
 from experiments.whole import names_in
 from policies.log import LAYER_COLUMNS, LAYER_LISTS, LogChunk
 from tracer.exchange import partial_beside, put_back, take_place
@@ -81,7 +82,7 @@ class RunFiles:
         self._directory = None if directory is None else Path(directory)
         self._given, self._config = given, config
         self._writer: pq.ParquetWriter | None = None
-        self._batches: list[pa.RecordBatch] = []  # of decisions.parquet that wait to be one row group
+        self._waiting: list[pa.Table] = []  # of decisions.parquet, to be one row group
         self._made: list[Path] = []  # directories that were not there before, innermost first
         self._is_alive = ExitStack()  # holds what tells others that the hidden directory is in use
         self._opened = ExitStack()  # files that others write
@@ -130,12 +131,8 @@ class RunFiles:
         """Append the layer executions of a chunk to decisions.parquet, where somebody wants them."""
         if self._directory is None or not (self._given.decisions or self._given.per_layer):
             return
-        arrays: dict[str, pa.Array] = {name: pa.array(chunk.layers.scalars[name]) for name in LAYER_COLUMNS}
-        for name in LAYER_LISTS:
-            column = chunk.layers.lists[name]
-            arrays[name] = pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), pa.array(column.values))
-        self._batches.append(pa.record_batch(arrays))
-        if sum(batch.num_rows for batch in self._batches) >= _GROUP_ROWS:
+        self._waiting.append(to_arrow(chunk.layers, LAYER_COLUMNS, LAYER_LISTS))
+        if sum(rows.num_rows for rows in self._waiting) >= _GROUP_ROWS:
             self._write_group()
 
     def finish(self, summary: Mapping[str, Any], manifest: Mapping[str, Any], forwards: pl.DataFrame) -> None:
@@ -143,7 +140,7 @@ class RunFiles:
         if self._directory is None:
             return
         self._opened.close()
-        if self._batches:
+        if self._waiting:
             self._write_group()
         if self._writer is not None:
             self._writer.close()
@@ -159,14 +156,14 @@ class RunFiles:
         take_place(self._partial, self._final, lambda: self._check_target(shown))
 
     def _write_group(self) -> None:
-        group = pa.Table.from_batches(self._batches)
+        group = pa.concat_tables(self._waiting)
         if self._writer is None:
             # dictionaries of ids and times make the file larger, and are kept in memory
             self._writer = pq.ParquetWriter(
                 self._partial / DECISIONS, group.schema, compression="zstd", use_dictionary=False
             )
         self._writer.write_table(group)
-        self._batches.clear()
+        self._waiting.clear()
 
     def _check_target(self, shown: Path) -> None:
         is_empty = not names_in(shown, (*FILES, CELL), "a run")
