@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
@@ -14,6 +13,7 @@ from time import monotonic
 from experiments.command import Parser, guarded
 from experiments.errors import ConfigError
 from experiments.fidelity_grid import FACTORS, POLICIES, SLOTS, TINY, numbers
+from experiments.fidelity_pack import pack_run
 from experiments.profiles import names
 from experiments.terminal import mend_streams
 from policies import registry
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _done(options: argparse.Namespace, started: float) -> str:
     if options.command == "pack":
-        return _pack(options.directory, options.target)
+        return pack_run(options.directory, options.target)
     if options.command == "judge":
         from experiments.fidelity_judge import judge  # polars and matplotlib, which the machine of a run may lack
 
@@ -84,18 +84,6 @@ def _policies(text: str) -> list[str]:
         if name not in registry.POLICIES:
             raise ConfigError(f"--policies {name}: not known; {choices(name, registry.POLICIES)}")
     return found
-
-
-def _pack(directory: Path, target: Path) -> str:
-    from experiments.fidelity_log import pack
-
-    manifest = directory / "manifest.json"
-    if not manifest.is_file():
-        raise ConfigError(f"{directory}: holds no manifest.json, it is not of a run that has begun")
-    cells = [entry["file"] for entry in json.loads(manifest.read_text(encoding="utf-8")).get("runs", [])]
-    paths = pack(directory, target, ["manifest.json", "measured.yaml", *cells])
-    sizes = ", ".join(f"{path.stat().st_size / 2**20:.1f}" for path in paths)
-    return f"{target}: {len(cells)} logs in {len(paths)} packs of {sizes} MiB"
 
 
 if __name__ == "__main__":

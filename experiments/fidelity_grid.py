@@ -19,6 +19,7 @@ SLOTS, FACTORS = (40, 100), (1, 2)
 # requests of a shipped trace that are of different texts, in order
 WORKLOADS = {"proxy-19x256-signals": ("arithmetic", "code", "prose")}
 TINY = "tiny"
+MANIFEST, PROFILE = "manifest.json", "measured.yaml"  # of a run; a profile is called as its file is
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from experiments.compare_judge import compare
 from experiments.compare_runs import Ran, read_runs
 from experiments.compare_table import as_markdown
 from experiments.errors import ConfigError
-from experiments.fidelity_grid import WORKLOADS, Cell, FirstForwards, shape_of, slowed
+from experiments.fidelity_grid import MANIFEST, PROFILE, WORKLOADS, Cell, FirstForwards, shape_of, slowed
 from experiments.fidelity_log import read_log
 from experiments.fidelity_terms import terms_as_markdown, terms_of
 from experiments.files import RunFiles, write_parquet
@@ -38,10 +38,7 @@ from tracer.records import read_object
 from tracer.schema import ModelShape
 from tracer.shipped import find_trace
 
-MANIFEST, PROFILE, TERMS, WORDS, BY_WORKLOAD = (
-    *("manifest.json", "measured.yaml", "terms.parquet"),
-    *("terms.md", "workloads.md"),
-)
+TERMS, WORDS, BY_WORKLOAD = "terms.parquet", "terms.md", "workloads.md"
 _DIGITS = 8  # of a profile's hash in a directory's name
 
 

@@ -1,9 +1,8 @@
-"""The log of one replayed cell as one small Parquet file, and such files packed for a way that takes few of them."""
+"""The log of one replayed cell as one small Parquet file."""
 
 from __future__ import annotations
 
 import json
-import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ _NOTES, _FORWARDS = b"oledsim.notes", b"oledsim.forwards"
 # lists of what is prefetched at each gate, thousands for some policies; that they are counted is enough
 _LISTS = {name: kind for name, kind in LAYER_LISTS.items() if name not in ("prefetch_layers", "prefetch_experts")}
 _NARROW = (np.int8,)  # that the encoding of differences does not take
-PACK_BYTES = 15 * 2**20
 
 
 def write_log(path: Path, chunks: Sequence[LogChunk], notes: Mapping[str, Any]) -> None:
@@ -74,31 +72,3 @@ def read_log(path: Path) -> tuple[LogChunk, dict[str, Any]]:
         Table(layers.scalars, {**layers.lists, **empty}), from_arrow(forwards, FORWARD_COLUMNS, FORWARD_LISTS)
     )
     return chunk, json.loads(metadata[_NOTES])
-
-
-def pack(directory: Path, target: Path, names: Sequence[str], pack_bytes: int = PACK_BYTES) -> list[Path]:
-    """Put files of a directory into tar files of a limited size, which `tar xf` takes apart.
-
-    Args:
-        directory: of the files.
-        target: directory for `pack-0.tar` and those that follow.
-        names: of the files, relative to the directory; one that is larger than the limit has a pack of its own.
-        pack_bytes: limit.
-    """
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name in names:
-        num_bytes = (directory / name).stat().st_size + 2 * tarfile.BLOCKSIZE
-        if groups[-1] and size + num_bytes > pack_bytes - tarfile.RECORDSIZE:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += num_bytes
-    target.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for number, group in enumerate(groups):
-        paths.append(target / f"pack-{number}.tar")
-        with tarfile.open(paths[-1], "w") as archive:
-            for name in group:
-                archive.add(directory / name, arcname=name)
-    return paths

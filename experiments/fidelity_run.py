@@ -20,7 +20,7 @@ import torch
 
 from experiments.calibration import context_of
 from experiments.errors import ConfigError
-from experiments.fidelity_grid import Cell, FirstForwards, cells_of, shape_of, slowed
+from experiments.fidelity_grid import MANIFEST, PROFILE, Cell, FirstForwards, cells_of, shape_of, slowed
 from experiments.fidelity_log import write_log
 from experiments.identity import sources
 from experiments.policy import built
@@ -38,7 +38,7 @@ from tracer.files import metadata_hash
 from tracer.schema import ModelShape, Pass
 from tracer.shipped import find_trace
 
-PROFILE, MANIFEST, CELLS = "measured.yaml", "manifest.json", "cells"  # a profile is called as its file is
+CELLS = "cells"
 CALIBRATION_S = 240  # it is stopped then
 _WARM_FORWARDS = 3  # of every policy before anything counts: what is compiled or read at first use is then
 _CLOSING_S = 15

@@ -23,7 +23,8 @@ from experiments.errors import ConfigError
 from experiments.fidelity import main
 from experiments.fidelity_grid import Cell, FirstForwards, cells_of, shape_of, slowed
 from experiments.fidelity_judge import read_workloads
-from experiments.fidelity_log import pack, read_log, write_log
+from experiments.fidelity_log import read_log, write_log
+from experiments.fidelity_pack import pack
 from experiments.profiles import load_profile, load_shape
 from policies.contract import Context
 from policies.log import LAYER_LISTS, LogChunk, Table
