@@ -8,14 +8,14 @@ from pathlib import Path
 from experiments.compare_cells import as_table
 from experiments.compare_judge import Comparison
 from experiments.compare_plot import plot_comparison
-from experiments.compare_runs import FORWARDS, RUNS, write_runs
+from experiments.compare_runs import RUNS, TABLES, write_runs
 from experiments.compare_table import as_markdown
 from experiments.errors import ConfigError
 from experiments.files import write_parquet
 from experiments.whole import names_in
 
 TABLE, NUMBERS, CELLS, PLOT, TIMELINE = "table.md", "comparison.json", "cells.parquet", "plot.png", "timeline.pftrace"
-FILES = (TABLE, NUMBERS, CELLS, PLOT, TIMELINE, RUNS, FORWARDS)
+FILES = (TABLE, NUMBERS, CELLS, PLOT, TIMELINE, RUNS, TABLES)
 
 
 def write(comparison: Comparison, directory: Path) -> None:

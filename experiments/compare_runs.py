@@ -16,9 +16,9 @@ from experiments import metrics
 from experiments.cells import cells_of
 from experiments.compare_facts import CONDITIONS, NEEDED, check_facts
 from experiments.errors import ConfigError
-from experiments.files import MANIFEST, RESULT, SUMMARY, read_run, write_parquet
+from experiments.files import MANIFEST, RESULT, SUMMARY, forwards_in, read_run, write_parquet
 
-RUNS, FORWARDS = "runs.json", "runs.parquet"  # what a comparison keeps of its runs
+RUNS, TABLES = "runs.json", "runs.parquet"  # what a comparison keeps of its runs
 REPLAY = "replay"
 # of a table of forwards: what tells whether two runs did the same work, and what is compared
 SHARED = ("pass_id", "kind", "warmup", "requests", "num_accepted", "num_activated")
@@ -171,7 +171,7 @@ def _read_one(directory: Path) -> Ran:
     found = read_run(directory)
     if found is None:
         raise ConfigError(f"{directory}: is not the whole of a run, or is damaged; remove it, or run it again")
-    return ran(str(directory), found.summary, found.manifest, _table(directory / RESULT), directory)
+    return ran(str(directory), found.summary, found.manifest, _table(forwards_in(directory)), directory)
 
 
 def _table(path: Path) -> pl.DataFrame:
@@ -187,13 +187,13 @@ def write_runs(runs: Sequence[Ran], directory: Path) -> None:
     facts = [{"name": run.name, **run.facts} for run in runs]
     (directory / RUNS).write_text(json.dumps(facts, indent=1) + "\n")
     tables = [run.forwards.select(pl.lit(nth, pl.Int32).alias("run"), *COLUMNS) for nth, run in enumerate(runs)]
-    write_parquet(pl.concat(tables), directory / FORWARDS)
+    write_parquet(pl.concat(tables), directory / TABLES)
 
 
 def _read_kept(directory: Path) -> Iterator[Ran]:
     try:
         kept = json.loads((directory / RUNS).read_text(encoding="utf-8"))
-        table = pl.read_parquet(directory / FORWARDS)
+        table = pl.read_parquet(directory / TABLES)
         tables = {nth: rows.drop("run") for (nth,), rows in table.partition_by("run", as_dict=True).items()}
         for nth, facts in enumerate(kept):
             name = facts.pop("name")
@@ -201,4 +201,4 @@ def _read_kept(directory: Path) -> Iterator[Ran]:
     except (pl.exceptions.PolarsError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{directory}: {RUNS} and {FORWARDS} are damaged: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{directory}: {RUNS} and {TABLES} are damaged: {' '.join(str(error).split())}") from None

@@ -13,7 +13,7 @@ from experiments.compare_log import read_layers
 from experiments.compare_pairs import Pair
 from experiments.compare_runs import Ran
 from experiments.errors import ConfigError
-from experiments.files import DECISIONS, RESULT
+from experiments.files import DECISIONS, forwards_in
 from experiments.timeline import FORWARDS, Window
 from experiments.timeline_packets import TraceWriter
 from experiments.timeline_slices import Execution, Slice, demand_slices, executions
@@ -63,7 +63,7 @@ def _forwards(run: Ran, first: int, stop: int) -> list[_Forward]:
     """Those of a run within a window."""
     if run.directory is None:
         raise ConfigError(f"{run.name}: its decision log is not kept here; give the directory of the run itself")
-    times = pl.read_parquet(run.directory / RESULT, columns=["start_ns", "end_ns"])[first:stop]
+    times = pl.read_parquet(forwards_in(run.directory), columns=["start_ns", "end_ns"])[first:stop]
     rows = groupby(executions(read_layers(run.directory, first, stop)), attrgetter("forward"))
     layers = [list(of_forward) for _, of_forward in rows]
     if len(layers) != len(times):

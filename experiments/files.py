@@ -63,6 +63,12 @@ def read_run(directory: Path) -> Run | None:
     return run if all((directory / name).is_file() for name in asked) else None
 
 
+def forwards_in(directory: Path) -> Path:
+    """The file of a run that has a row for each forward; runs of old have none where `output.per_layer` was true."""
+    own = directory / FORWARDS
+    return own if own.is_file() else directory / RESULT
+
+
 class RunFiles:
     """Writes to a hidden directory beside the run's, which takes its name and place when complete.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from experiments.files import FORWARDS, RESULT
+from experiments.files import forwards_in
 from experiments.intervals import Sample, compare, sample_of
 from experiments.table import OVER_BEST, SECTION
 
@@ -46,7 +46,7 @@ def with_differences(
 
 def read_forwards(directory: Path) -> pl.DataFrame | None:
     """What comparing needs of a run's table of forwards; None where an older run has it not, but a row for each layer."""
-    path = directory / (FORWARDS if (directory / FORWARDS).is_file() else RESULT)
+    path = forwards_in(directory)
     return pl.read_parquet(path, columns=list(_READ)) if set(_READ) <= set(pl.read_parquet_schema(path)) else None
 
 

@@ -108,6 +108,16 @@ def test_a_run_given_twice_counts_once(results, tmp_path, monkeypatch):
     assert len([run for run in read_runs([first, results / "replayed", Path("copied")]) if run.is_replay]) == 7
 
 
+def test_runs_with_a_row_for_each_layer_are_compared_alike(oled_compare, results, tmp_path):
+    by_layer = Path(shutil.copytree(results / "replayed" / "1" / "lru", tmp_path / "by_layer"))
+    (by_layer / "result.parquet").rename(by_layer / "forwards.parquet")
+    shutil.copy(by_layer / "decisions.parquet", by_layer / "result.parquet")
+    drawn = ("--output", "made", "--overwrite", "--timeline", "lru/16/x1/proxy-tiny")
+    by_forward = oled_compare(results / "simulated" / "lru", results / "replayed" / "1" / "lru", *drawn)
+    assert by_forward[0] == 0
+    assert oled_compare(results / "simulated" / "lru", by_layer, *drawn) == by_forward
+
+
 def test_strict_says_what_the_verdict_is(oled_compare, results, tmp_path):
     assert oled_compare(results, "--strict")[0] == 0
     measure(results / "simulated" / "lru", tmp_path / "off" / "lru", lambda times: 2 * times)
