@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
@@ -17,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from experiments.compare_cells import Cell
 from experiments.compare_judge import MOST_TPOT_MAPE, SCOPE, Comparison
 from experiments.compare_table import caption_of
-from experiments.figures import STYLES, Style, style_of
+from experiments.figures import STYLES, Style, note_below, style_of
 
 _MARKERS = ("o", "s", "D", "^", "v", "P")  # by how often bytes are copied, from once on
 # Okabe and Ito's, for policies whose own colour another has
@@ -37,14 +35,12 @@ def figure_of(comparison: Comparison) -> Figure:
     cells = comparison.cells
     rows = sorted(cells, key=lambda cell: [other.policy for other in cells].index(cell.policy))
     figure = Figure(figsize=(11, min(11.0, max(5.6, 2.2 + 0.17 * len(rows)))), layout="constrained")
-    FigureCanvasAgg(figure)
     scatter, errors = figure.subplots(1, 2, width_ratios=(1.15, 1))
     colors, markers = _colors(cells), _markers(cells)
     _draw_scatter(scatter, cells, colors, markers)
     _draw_errors(errors, rows, colors, markers)
     figure.suptitle("Simulated and measured time per output token", x=0.01, ha="left", fontweight="bold")
-    wrapped = textwrap.fill(_note(comparison), 170, break_on_hyphens=False)
-    figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=7.5, color="0.3")
+    note_below(figure, _note(comparison), 170)
     return figure
 
 

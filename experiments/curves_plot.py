@@ -7,12 +7,11 @@ from pathlib import Path
 
 import polars as pl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from experiments.curves_table import caption
-from experiments.figures import add_legend, by_misses, style_of
+from experiments.figures import add_legend, by_misses, note_below, style_of
 
 # Colour and line of each curve; those of policies that other figures draw are theirs.
 LINES = {
@@ -34,7 +33,6 @@ def plot_curves(frame: pl.DataFrame, path: Path) -> None:
     # a global pool has no slots of a layer, which utilization is of
     utilization = pl.coalesce("utilization", "utilization_slot_weighted")
     figure = Figure(figsize=(7.2, 8.4), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(2, sharex=True)
     for axes, drawn, label in zip(
         panels,
@@ -53,8 +51,8 @@ def plot_curves(frame: pl.DataFrame, path: Path) -> None:
     figure.suptitle("Expert cache by size", x=0.01, ha="left", fontweight="bold")
     panels[1].set_xlabel("cache size (expert slots for each MoE layer)")
     add_legend(panels[0], 4)
-    note = caption(frame.row(0, named=True), 110, *(f"runs with {path}" for path in by_misses(points)))
-    figure.supxlabel(note, x=0.01, ha="left", fontsize=7.5, color="0.3")
+    note = caption(frame.row(0, named=True), *(f"runs with {path}" for path in by_misses(points)))
+    note_below(figure, note, 110)
     figure.savefig(path, dpi=160)
 
 

@@ -97,7 +97,7 @@ def as_text(frame: pl.DataFrame, width: int = WIDTH) -> str:
     num_experts = frame["num_experts"][0]
     sizes = {max(1, round(share * num_experts)) for share in SHARES}.union(SLOTS, points["slots_per_layer"])
     shown = drawn.filter(pl.col("slots_per_layer").is_in(sorted(sizes)))
-    parts = [caption(frame.row(0, named=True), width)]
+    parts = [wrap(caption(frame.row(0, named=True)), width)]
     for column, title in (("hit_ratio", "hit ratio, %"), ("utilization", "cache utilization, %")):
         of = shown.partition_by("curve", maintain_order=True)
         columns = [Column(("slots", "/layer"), [str(size) for size in of[0]["slots_per_layer"]])]
@@ -116,8 +116,8 @@ def as_text(frame: pl.DataFrame, width: int = WIDTH) -> str:
     return "\n\n".join(parts)
 
 
-def caption(row: Mapping[str, Any], width: int, *more: str) -> str:
-    """What the numbers come from, in lines of this width."""
+def caption(row: Mapping[str, Any], *more: str) -> str:
+    """What the numbers come from."""
     traced = [f"hidden {row['traced_hidden']}"]
     if row["training_minutes"] is not None:
         traced.append(f"trained {row['training_minutes']:g} minutes")
@@ -130,7 +130,7 @@ def caption(row: Mapping[str, Any], width: int, *more: str) -> str:
         "curves: equal layers, misses h2d",
         *more,
     ]
-    return wrap("; ".join(parts), width)
+    return "; ".join(parts)
 
 
 def _in_two(name: str) -> tuple[str, str]:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from experiments.compare_judge import SCOPE
@@ -18,7 +17,7 @@ from experiments.compare_pairs import Pair
 from experiments.compare_table import describe_pair
 from experiments.errors import ConfigError
 from experiments.fidelity_terms import PARTS
-from experiments.figures import style_of
+from experiments.figures import note_below, style_of
 
 _DPI = 72  # notebooks stay small
 _BAR = "#0072B2"
@@ -83,7 +82,6 @@ def plot_parts(terms: pl.DataFrame, parts: Sequence[str] = ("gate", "copy", "cpu
 def _panels(count: int, ncols: int, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
     nrows = math.ceil(count / ncols)
     figure = Figure(figsize=(10, height * nrows + 0.8), dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     panels = list(figure.subplots(nrows, ncols, squeeze=False, **options).flat)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
@@ -98,6 +96,5 @@ def _ms(forwards: pl.DataFrame) -> np.ndarray:
 
 def _finished(figure: Figure, title: str, note: str) -> Figure:
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    wrapped = textwrap.fill(note, 160, break_on_hyphens=False)
-    figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=7.5, color="0.3")
+    note_below(figure, note, 160)
     return figure

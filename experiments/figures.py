@@ -9,7 +9,6 @@ from typing import Any
 
 import polars as pl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
@@ -67,7 +66,6 @@ def _plot(table: pl.DataFrame, column: str, label: str, title: str, path: Path, 
     if table.select(keys).n_unique() != 1:
         raise ValueError(f"a figure shows one trace, machine and model; found several of {', '.join(keys)}")
     figure = Figure(figsize=(7.2, 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     sized = table.filter("sized")
     sizes = sorted(sized["slots_per_layer"].unique())
@@ -110,7 +108,7 @@ def _plot(table: pl.DataFrame, column: str, label: str, title: str, path: Path, 
             "lowest TPOT at that size, bounds aside; a policy whose bar reaches that is not told apart from it"
         )
     note = "; ".join([*describe(table.row(0, named=True)), *served])
-    figure.supxlabel(textwrap.fill(note, 110, break_on_hyphens=False), x=0.01, ha="left", fontsize=7.5, color="0.3")
+    note_below(figure, note, 110)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)
 
@@ -155,6 +153,12 @@ def add_legend(axes: Axes, most: int) -> None:
     lines = [text for line in axes.lines for text in str(line.get_label()).splitlines()]
     ncols = max(1, min(most, 100 // (max(map(len, lines), default=0) + 6)))
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=ncols, frameon=False, handlelength=3, fontsize=9)
+
+
+def note_below(figure: Figure, text: str, width: int) -> None:
+    """What the numbers of a figure come from, in lines of so many characters."""
+    wrapped = textwrap.fill(text, width, break_on_hyphens=False)
+    figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=7.5, color="0.3")
 
 
 def by_misses(rows: pl.DataFrame) -> list[str]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from numpy.typing import ArrayLike
 
+from experiments.figures import note_below
 from tracer.locality_routes import CONFIDENCE_EDGES
 from tracer.statistics import Overlap, Statistics
 
@@ -201,7 +200,6 @@ def _by_block_length(axes: Axes, lengths: Sequence[Any], values: Sequence[float 
 
 def _figure(rows: int, columns: int, title: str, *, sharey: bool = False) -> tuple[Figure, Any]:
     figure = Figure(figsize=(9.6 if columns > 1 else 7.2, 3.9), dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     return figure, figure.subplots(rows, columns, sharey=sharey)
 
@@ -273,9 +271,7 @@ def _finish(figure: Figure, traces: Sequence[Statistics], *notes: str, with_lege
     if with_legend:
         lines = [Line2D([], [], **style) for _, style in _styled(traces)]
         figure.legend(handles=lines, loc="upper right", ncols=len(lines), **_LEGEND)
-    width = int(17 * figure.get_figwidth())
-    text = textwrap.fill("; ".join([*_sources(traces), *notes]), width, break_on_hyphens=False)
-    figure.supxlabel(text, x=0.01, ha="left", fontsize=7.5, color="0.3")
+    note_below(figure, "; ".join([*_sources(traces), *notes]), int(17 * figure.get_figwidth()))
     return figure
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,14 +9,13 @@ from typing import Any
 import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap, LogNorm, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
 
-from experiments.figures import STYLES, Style, style_of
+from experiments.figures import STYLES, Style, note_below, style_of
 from experiments.table import LIKE_BEST, OVER_BEST, SECTION, describe
 
 BANDWIDTH = "hardware.h2d_bytes_per_s"
@@ -239,7 +237,6 @@ def _figure(
     columns = min(num_panels, 4)
     rows = -(-num_panels // columns)
     figure = Figure(figsize=(width, 0.9 + 2.6 * rows), dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     panels = figure.subplots(rows, columns, sharex=shares_axes, sharey=shares_axes, squeeze=False).ravel().tolist()
     for axes in panels[num_panels:]:
@@ -287,6 +284,5 @@ def _log_scale(axes: Axes) -> None:
 def _finish(figure: Figure, table: pl.DataFrame, *notes: str) -> Figure:
     """Say below what the numbers are of."""
     text = "; ".join([*describe(table.row(0, named=True), across=BANDWIDTH), *notes])
-    wrapped = textwrap.fill(text, int(16 * figure.get_figwidth()), break_on_hyphens=False)
-    figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=7.5, color="0.3")
+    note_below(figure, text, int(16 * figure.get_figwidth()))
     return figure
