@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -58,7 +59,8 @@ def _draw_scatter(axes: Axes, cells: Sequence[Cell], colors: dict[str, str], mar
     values = [value for cell in cells for value in (cell.simulated_ms, cell.measured_low_ms, cell.measured_high_ms)]
     low, high = min(values) / 1.15, max(values) * 1.15
     band = 1 + MOST_TPOT_MAPE
-    axes.fill_between([low, high], [low / band, high / band], [low * band, high * band], **_BAND)
+    label = f"within {100 * MOST_TPOT_MAPE:g} %"
+    within = axes.fill_between([low, high], [low / band, high / band], [low * band, high * band], label=label, **_BAND)
     axes.plot([low, high], [low, high], color="0.55", linewidth=1, zorder=1)
     for cell in cells:
         axes.errorbar(
@@ -78,22 +80,14 @@ def _draw_scatter(axes: Axes, cells: Sequence[Cell], colors: dict[str, str], mar
     axes.grid(color="0.93", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    handles = [Line2D([], [], color=colors[name], marker="o", linestyle="", label=name) for name in colors]
+    handles: list[Artist] = [
+        Line2D([], [], color=color, marker="o", linestyle="", label=name) for name, color in colors.items()
+    ]
     grey: dict[str, Any] = {"color": "0.35", "linestyle": ""}
     handles += [Line2D([], [], marker=markers[x], label=f"copied x{x:g}", **grey) for x in markers]
     if any(cell.is_fitted for cell in cells):
         handles.append(Line2D([], [], marker="o", fillstyle="none", label="fitted, not judged", **grey))
-    axes.legend(handles=handles, loc="upper left", frameon=False, fontsize=8.5, handletextpad=0.3)
-    axes.annotate(
-        f"±{100 * MOST_TPOT_MAPE:g} %",
-        (high / 1.03, high / 1.03),
-        ha="right",
-        va="bottom",
-        fontsize=8,
-        color="0.4",
-        rotation=45,
-        rotation_mode="anchor",
-    )
+    axes.legend(handles=[*handles, within], loc="upper left", frameon=False, fontsize=8.5, handletextpad=0.3)
 
 
 def _draw_errors(axes: Axes, rows: Sequence[Cell], colors: dict[str, str], markers: dict[float, str]) -> None:

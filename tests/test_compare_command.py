@@ -362,7 +362,7 @@ def test_the_plot_shows_every_cell(oled_compare, results, monkeypatch):
         cell["name"].removesuffix("/proxy-tiny").replace("/", "  ") for cell in numbers
     ]
     legend = [text.get_text() for text in scatter.get_legend().get_texts()]
-    assert legend == ["ondemand", "lru", "oled", "gate_ahead", "copied x1", "fitted, not judged"]
+    assert legend == ["ondemand", "lru", "oled", "gate_ahead", "copied x1", "fitted, not judged", "within 3 %"]
     assert len({line.get_color() for line in scatter.get_legend().get_lines()[:4]}) == 4
     assert "executor, not to the cited systems" in " ".join(kept[0]._supxlabel.get_text().split())
 
