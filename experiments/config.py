@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, asdict, dataclass, field, fields, make_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from experiments import decision_log
@@ -22,6 +25,8 @@ from policies.custom import installed
 from policies.profile import HardwareProfile
 from policies.registry import POLICIES
 from tracer.schema import ModelShape
+
+_PLAIN = ("expert_dtype", "warmup_requests", "calibration", "staging_slots", "engine", "seed")
 
 
 def _default(entry: Field[Any]) -> Any:
@@ -116,6 +121,37 @@ def policy_of(config: DictConfig, choice: str) -> tuple[str, dict[str, Any]]:
     if name != choice:
         raise ConfigError(f"policy.name is {name!r} with the knobs of {choice}; a policy is chosen by policy={name}")
     return name, knobs["knobs"] if choice in installed() else knobs
+
+
+def arguments_of(config: DictConfig) -> dict[str, Any]:
+    """Arguments of `simulate` that a command's configuration asks for, within Hydra's run of it.
+
+    Where `output.decisions` is null, single runs write decisions, and cells of a multirun do not.
+
+    Raises:
+        ConfigError, ProfileError: one of them is not what it must be.
+    """
+    settings = HydraConfig.get()
+    is_cell, overrides = settings.mode == RunMode.MULTIRUN, list(settings.overrides.task)
+    record: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
+    if record["output"]["decisions"] is None:
+        record["output"]["decisions"] = not is_cell
+    policy, knobs = policy_of(config.policy, settings.runtime.choices["policy"])
+    return {
+        **{key: record[key] for key in _PLAIN},
+        "trace": config.trace,
+        "policy": policy,
+        "knobs": knobs,
+        "hardware": hardware_of(config.hardware, overrides),
+        "shape": shape_of(config.shape),
+        "slots_per_layer": config.cache.slots_per_layer,
+        "cache_gib": config.cache.gib,
+        **{key: value for key, value in record["output"].items() if key != "dir"},
+        "output": Path(settings.runtime.output_dir),
+        "config": record,
+        "overrides": overrides,
+        "progress": not is_cell,
+    }
 
 
 def hardware_of(config: DictConfig, overrides: Sequence[str]) -> HardwareProfile:
