@@ -14,6 +14,7 @@ from tracer.schema import WEIGHT_BITS, TraceError
 from tracer.store import TraceReader
 
 ENGINES = ("compiled", "des")
+REPLAY = "replay"  # what results call the engine of runs on hardware
 DEFAULT_SLOTS = 40  # of each layer, where no size is given
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import polars as pl
 
 from experiments import metrics
+from experiments.arguments import REPLAY
 from experiments.cells import cells_of
 from experiments.compare_facts import CONDITIONS, NEEDED, check_facts
 from experiments.errors import ConfigError
 from experiments.files import MANIFEST, RESULT, SUMMARY, forwards_in, read_run, write_parquet
 
 RUNS, TABLES = "runs.json", "runs.parquet"  # what a comparison keeps of its runs
-REPLAY = "replay"
 # of a table of forwards: what tells whether two runs did the same work, and what is compared
 SHARED = ("pass_id", "kind", "warmup", "requests", "num_accepted", "num_activated")
 _PREFETCHES = ("prefetch_issued", "prefetch_started", "prefetch_late", "prefetch_unserved")

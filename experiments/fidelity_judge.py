@@ -13,6 +13,7 @@ from typing import Any
 
 import polars as pl
 
+from experiments.arguments import REPLAY
 from experiments.compare_files import write
 from experiments.compare_judge import compare
 from experiments.compare_runs import Ran, read_runs
@@ -24,12 +25,10 @@ from experiments.fidelity_terms import terms_as_markdown, terms_of
 from experiments.files import RunFiles, write_parquet
 from experiments.identity import sources
 from experiments.kept import BUDGET_BYTES, Kept
-from experiments.lower_bound import LowerBound
 from experiments.manifest import manifest as manifest_of
+from experiments.measured_files import write_measured
 from experiments.profiles import load_profile, profile_hash
-from experiments.results import ForwardTable
 from experiments.run import DEFAULTS, run, setting_for
-from experiments.summary import summary_of
 from experiments.whole import whole_directory
 from policies.log import LogChunk
 from policies.profile import HardwareProfile
@@ -39,6 +38,7 @@ from tracer.schema import ModelShape
 from tracer.shipped import find_trace
 
 TERMS, WORDS, BY_WORKLOAD = "terms.parquet", "terms.md", "workloads.md"
+_OF_MACHINE = ("device", "is_pinned", "cpu_kernel", "num_distinct_experts", "machine")  # the same for all its replays
 _DIGITS = 8  # of a profile's hash in a directory's name
 
 
@@ -151,31 +151,17 @@ def _write_replayed(measured: Measured, cell: Cell, chunk: LogChunk, notes: Mapp
     """Write one replay as `oled-replay` does."""
     setting = setting_for(measured.arguments(cell, measured.profile, output), measured.kept)
     policy = measured.kept.policy(setting)
-    traced, given, staging = setting.traced, setting.given, setting.staging_slots
-    decide_ns = round(1000 * notes["decide_us"])
-    table = ForwardTable(
-        traced.num_layers, traced.num_experts, given.warmup_requests, decide_ns, policy.pool == "global"
-    )
-    bound = LowerBound(policy, traced.num_layers, traced.num_experts, given.warmup_requests, setting.costs, staging)
-    found = manifest_of(setting, policy)
-    found["config"]["engine"] = "replay"
-    with RunFiles(output, given, found["config"]) as files:
-        for taker in (table, bound, files):
-            taker.add(chunk)
-        about = measured.manifest
-        summary = summary_of(table, policy, setting, bound) | {
-            "engine": "replay",
-            "mode": "closed",
-            "device": about["device"],
-            "h2d_bytes_factor": cell.factor,
-            "host_us_per_layer": notes["host_us"],
-            "decide_us_per_layer": notes["decide_us"],
-            "is_pinned": about["is_pinned"],
-            "cpu_kernel": about["cpu_kernel"],
-            "num_distinct_experts": about["num_distinct_experts"],
-            "machine": about["machine"],
-        }
-        files.finish(summary, found, table.frame())
+    manifest = manifest_of(setting, policy)
+    manifest["config"]["engine"] = REPLAY
+    about = {
+        "mode": "closed",
+        "h2d_bytes_factor": cell.factor,
+        "host_us_per_layer": notes["host_us"],
+        "decide_us_per_layer": notes["decide_us"],
+        **{key: measured.manifest[key] for key in _OF_MACHINE},
+    }
+    with RunFiles(output, setting.given, manifest["config"]) as files:
+        write_measured(files, setting, policy, [chunk], notes["decide_us"], about, manifest)
 
 
 def read_workloads(directory: Path) -> list[Ran]:

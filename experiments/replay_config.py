@@ -11,10 +11,10 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 
 from experiments import config
+from experiments.arguments import REPLAY
 from experiments.errors import ConfigError
 from replay.machine import FACTORS
 
-ENGINE = "replay"
 GENERATED = "generated"
 MODES = ("closed", "open")
 
@@ -38,7 +38,7 @@ class Conditions:
 class Replay(config.Simulate, Conditions):
     """Every key of `oled-replay`."""
 
-    engine: str = ENGINE
+    engine: str = REPLAY
     # as given: Hydra takes any number for a truth value
     allow_pageable: Any = False
     slow_link: Any = False
@@ -58,7 +58,7 @@ def conditions_of(record: Mapping[str, Any]) -> Conditions:
     """
     found = Conditions(**{entry.name: record[entry.name] for entry in fields(Conditions)})
     for key, value, allowed in (
-        ("engine", record["engine"], (ENGINE,)),
+        ("engine", record["engine"], (REPLAY,)),
         ("mode", found.mode, MODES),
         ("h2d_bytes_factor", found.h2d_bytes_factor, FACTORS),
     ):

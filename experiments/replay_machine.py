@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ class Facts(NamedTuple):
     machine: str
     is_pinned: bool
     cpu_kernel: str
+    cpu_workers: int
     num_distinct_experts: int
 
 
@@ -75,30 +77,28 @@ class Workshop:
             TraceError: the checkpoint cannot be read, or is of another shape.
         """
         device = _device(conditions.device)
+        kernel, workers = _cpu(profile, shape)
+        layout = Layout(
+            *(shape, traced.num_layers, traced.num_experts, traced.top_k, num_slots, profile.transfer_chunk),
+            most_h2d_bytes_factor=conditions.h2d_bytes_factor,
+            cpu_workers=workers,
+            cpu_kernel=kernel,
+        )
         sizes = device, traced.num_layers, traced.num_experts, shape.hidden, shape.expert_intermediate
         of_arena = sizes, conditions.weights, conditions.distinct_experts, conditions.allow_pageable
-        runs = of_arena, shape, traced.top_k, trace_hash, len(passes), _cpu(profile, shape), profile.transfer_chunk
-        fits = self._machine is not None and self._machine_is_for == runs
-        factor = conditions.h2d_bytes_factor
-        if not fits or self._layout.num_slots < num_slots or self._layout.most_h2d_bytes_factor < factor:
-            self._close_machine()
-            self._make(passes, traced, shape, num_slots, profile, conditions, device, of_arena, has_bars)
-            self._machine_is_for = runs
+        runs = of_arena, trace_hash, len(passes), replace(layout, num_slots=0, most_h2d_bytes_factor=1)
         machine = self._machine
-        assert machine is not None
-        machine.set_factor(factor)
+        if machine is None or self._machine_is_for != runs or not _fits(layout, machine.layout):
+            machine = self._make(layout, passes, conditions, device, of_arena, has_bars)
+            self._machine_is_for = runs
+        machine.set_factor(conditions.h2d_bytes_factor)
         arena = machine.arena
-        return machine, Facts(device, self._text, arena.is_pinned, machine.layout.cpu_kernel, arena.num_distinct)
+        return machine, Facts(device, self._text, arena.is_pinned, kernel, workers, arena.num_distinct)
 
     def close(self) -> None:
         """Let go of everything."""
         self._close_machine()
-        self._arena = self._arena_is_for = None
-
-    @property
-    def _layout(self) -> Layout:
-        assert self._machine is not None
-        return self._machine.layout
+        self._arena = None
 
     def _close_machine(self) -> None:
         if self._machine is not None:
@@ -108,38 +108,29 @@ class Workshop:
 
     def _make(
         self,
+        layout: Layout,
         passes: Sequence[Pass],
-        traced: ModelShape,
-        shape: ModelShape,
-        num_slots: int,
-        profile: HardwareProfile,
         conditions: Conditions,
         device: str,
         of_arena: object,
         has_bars: bool,
-    ) -> None:
-        kernel, workers = _cpu(profile, shape)
-        layout = Layout(
-            *(shape, traced.num_layers, traced.num_experts, traced.top_k, num_slots, profile.transfer_chunk),
-            most_h2d_bytes_factor=conditions.h2d_bytes_factor,
-            cpu_workers=workers,
-            cpu_kernel=kernel,
-        )
-        arena = self._arena if self._arena_is_for == of_arena else None
-        if arena is None or arena.padding < conditions.h2d_bytes_factor - 1:
-            self._arena = self._arena_is_for = arena = None  # before there is another
-            self._arena = arena = _arena(layout, shape, conditions, device, has_bars)
+    ) -> Machine:
+        self._close_machine()
+        if self._arena is None or self._arena_is_for != of_arena:
+            self._arena = None  # before there is another
+            self._arena = _arena(layout, conditions, device, has_bars)
             self._arena_is_for = of_arena
         opened = open_device(device)
         try:
-            with progress_bar("getting ready", num_steps(passes, traced.num_layers), "layer", has_bars) as bar:
-                self._machine = Machine(layout, opened, arena, passes, bar.update)
+            with progress_bar("getting ready", num_steps(passes, layout.num_layers), "layer", has_bars) as bar:
+                self._machine = Machine(layout, opened, self._arena, passes, bar.update)
         except BaseException:
             opened.close()
             raise
         link = link_of(self._machine)
         check_link(link, link, allow_slow=conditions.slow_link, key="slow_link=true")
-        self._text = machine_of(self._machine.device.torch_device, link)
+        self._text = machine_of(opened.torch_device, link)
+        return self._machine
 
 
 @cache
@@ -179,12 +170,17 @@ def _cpu(profile: HardwareProfile, shape: ModelShape) -> tuple[str, int]:
     return (profile.cpu_kernel or "rows") if fits else "onednn", min(profile.cpu_workers, max(1, cores - 1))
 
 
-def _arena(layout: Layout, shape: ModelShape, conditions: Conditions, device: str, has_bars: bool) -> Arena:
+def _fits(wanted: Layout, made: Layout) -> bool:
+    """Whether a machine has the slots, and the room in each."""
+    return wanted.num_slots <= made.num_slots and wanted.most_h2d_bytes_factor <= made.most_h2d_bytes_factor
+
+
+def _arena(layout: Layout, conditions: Conditions, device: str, has_bars: bool) -> Arena:
     of_model = conditions.weights != GENERATED
     if of_model:
         if conditions.distinct_experts is not None:
             raise ConfigError("distinct_experts: with the experts of a checkpoint all are distinct; must be null")
-        find_experts(Path(conditions.weights), shape)  # what is missing is said before minutes are spent
+        find_experts(Path(conditions.weights), layout.shape)  # what is missing is said before minutes are spent
     total = layout.num_layers * layout.num_experts
     num_distinct, padding = conditions.distinct_experts, FACTORS[-1] - 1
     budget = plan_arena(num_distinct or total, 2 * layout.expert_numel, padding)
@@ -199,7 +195,7 @@ def _arena(layout: Layout, shape: ModelShape, conditions: Conditions, device: st
         )
     with progress_bar("filling", arena.num_distinct, "expert", has_bars) as bar:
         if of_model:
-            load_experts(arena, Path(conditions.weights), shape, bar.update)
+            load_experts(arena, Path(conditions.weights), layout.shape, bar.update)
         else:
             arena.fill(progress=bar.update)
     return arena

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from experiments.files import RunFiles, read_run
 from experiments.kept import Kept
-from experiments.lower_bound import LowerBound
 from experiments.manifest import manifest as manifest_of
-from experiments.replay_config import ENGINE, Conditions
-from experiments.replay_machine import Workshop
+from experiments.measured_files import write_measured
+from experiments.replay_config import Conditions
+from experiments.replay_machine import Facts, Workshop
 from experiments.replay_run import Measured, run
-from experiments.results import ForwardTable
 from experiments.setting import Setting
-from experiments.summary import summary_of
+from policies.contract import Policy
 from policies.jit import source_hash
+from policies.profile import HardwareProfile
 from replay.cpu_experts import instructions
 from tracer.exchange import put_back
 
@@ -57,26 +56,18 @@ def write(
             return None
     with RunFiles(output, setting.given, config) as files:
         measured = run(setting, conditions, kept, workshop)
-        given, traced, policy = setting.given, setting.traced, measured.policy
-        sizes = traced.num_layers, traced.num_experts, given.warmup_requests
-        decide_ns = round(1000 * measured.replayed.decide_us)
-        table = ForwardTable(*sizes, decide_ns, policy.pool == "global")
-        bound = LowerBound(policy, *sizes, setting.costs, setting.staging_slots)
-        for chunk in measured.replayed.chunks:
-            for taker in (table, bound, files):
-                taker.add(chunk)
-        summary = summary_of(table, policy, setting, bound) | about(measured, conditions)
-        summary["warnings"] += fallbacks(measured)
-        found = manifest_of(setting, policy) | {"identity": identity, "conditions": asdict(conditions)}
-        files.finish(summary, json.loads(json.dumps(found)), table.frame())
-    return summary
+        policy, replayed = measured.policy, measured.replayed
+        manifest = manifest_of(setting, policy) | {"identity": identity, "conditions": asdict(conditions)}
+        return write_measured(
+            *(files, setting, policy, replayed.chunks, replayed.decide_us),
+            *(about(measured, conditions), manifest, fallbacks(measured.facts, policy, setting.profile)),
+        )
 
 
 def about(measured: Measured, conditions: Conditions) -> dict[str, Any]:
     """What a replay's summary says beyond a simulation's."""
     facts, replayed = measured.facts, measured.replayed
     return {
-        "engine": ENGINE,
         "mode": conditions.mode,
         "device": facts.device,
         "h2d_bytes_factor": conditions.h2d_bytes_factor,
@@ -93,11 +84,18 @@ def about(measured: Measured, conditions: Conditions) -> dict[str, Any]:
     }
 
 
-def fallbacks(measured: Measured) -> list[str]:
+def fallbacks(facts: Facts, policy: Policy, profile: HardwareProfile) -> list[str]:
     """What the run had to do in another way than it should, and is the slower for."""
     found = []
-    if measured.facts.device != "cpu" and not measured.facts.is_pinned:
+    if facts.device != "cpu" and not facts.is_pinned:
         found.append("experts lie in memory that could not be pinned, from where copies are slower")
+    if policy.misses == "h2d":  # nothing runs on the CPU
+        return found
     if (used := instructions()) != "AMX":
         found.append(f"experts on the CPU are computed with {used}")
+    if facts.cpu_workers < profile.cpu_workers:
+        found.append(
+            f"experts on the CPU have {facts.cpu_workers} workers, all that this machine can spare; "
+            f"the profile is of {profile.cpu_workers}"
+        )
     return found

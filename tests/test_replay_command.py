@@ -1,11 +1,13 @@
 """`oled-replay` without a GPU, as its users call it: results as the simulator's, and what happens where it cannot run."""
 
 import json
+import os
 import re
 import threading
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -280,11 +282,11 @@ def test_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_in_pageable_memory_says_so() -> None:
-    facts = replay_machine.Facts("cuda", "a box", False, "rows", 48)
-    measured = replay_result.Measured(None, None, facts, 1)  # type: ignore[arg-type]
-    assert "experts lie in memory that could not be pinned, from where copies are slower" in replay_result.fallbacks(
-        measured
-    )
+    facts = replay_machine.Facts("cuda", "a box", False, "rows", 15, 48)
+    policy = SimpleNamespace(misses="h2d")
+    assert replay_result.fallbacks(facts, policy, load_profile("h200")) == [  # type: ignore[arg-type]
+        "experts lie in memory that could not be pinned, from where copies are slower"
+    ]
 
 
 def test_too_little_host_memory(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,11 +306,15 @@ def test_too_little_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         replay.machine._require_room(layout, torch.device("cuda"))
 
 
-def test_a_cpu_without_matrix_instructions_is_noted(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_that_is_slower_than_it_should_be_is_noted(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "no AMX and no AVX-512 BF16, float32 arithmetic"
     monkeypatch.setattr(replay_result, "instructions", lambda: words)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     assert run(trace, "policy=ktransformers", "warmup_requests=2", "forwards=12").code == 0
-    assert f"experts on the CPU are computed with {words}" in results()[0]["warnings"]
+    assert results()[0]["warnings"] == [
+        f"experts on the CPU are computed with {words}",
+        "experts on the CPU have 2 workers, all that this machine can spare; the profile is of 15",
+    ]
 
 
 def test_a_link_that_trained_down(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
