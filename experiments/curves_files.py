@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import polars as pl
 
 from experiments.errors import ConfigError
 from experiments.files import write_parquet
-from experiments.identity import asked, differences, sources
+from experiments.identity import asked, differences, sources, versions
 from experiments.whole import names_in
 from tracer.files import metadata_hash
 from tracer.records import read_object
@@ -32,7 +31,7 @@ def write(frame: pl.DataFrame, config: Mapping[str, Any], reader: TraceReader, d
         "config": asked(config),
         "trace": {"path": str(reader.path), "hash": metadata_hash(metadata), "source": metadata.source},
         "sources": sources(),
-        "versions": {name: version(name) for name in ("oledsim", "numpy", "numba", "polars")},
+        "versions": versions(("oledsim", "numpy", "numba", "polars")),
     }
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 

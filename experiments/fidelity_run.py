@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
 from typing import Any
-
-import torch
 
 from experiments.calibration import context_of
 from experiments.errors import ConfigError
 from experiments.fidelity_grid import MANIFEST, PROFILE, Cell, FirstForwards, cells_of, shape_of, slowed
 from experiments.fidelity_log import write_log
-from experiments.identity import sources
+from experiments.identity import sources, versions
 from experiments.policy import built
 from experiments.profiles import load_profile, profile_hash
+from experiments.replay_config import Conditions
+from experiments.replay_machine import Workshop, link_of
 from experiments.whole import whole_file
 from policies.contract import Policy, PolicyError
 from policies.log import LogChunk
 from policies.profile import HardwareProfile, ProfileError, estimates_of
-from replay.arena import Arena
-from replay.device import open_device
-from replay.link_state import read_link
-from replay.machine import Layout, Machine
+from replay.machine import Machine
 from replay.run import replay
 from tracer.files import metadata_hash
 from tracer.schema import ModelShape, Pass
@@ -89,13 +83,13 @@ def run(options: Namespace, started: float) -> str:
     context, calibration = context_of(reader, options.warmup_requests, "auto", 0)
     policies = {name: built(name, {}, context) for name in options.policies}
     cells = cells_of(policies, options.slots, options.factors)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     session = Session(options.directory, options.seconds, started)
-    profile = _profile(session, options, device)
+    profile = _profile(session, options)
+    trace = {"name": options.trace, "hash": metadata_hash(reader.metadata), "source": reader.metadata.source}
     session.note(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=sys.argv[1:],
-        trace={"name": options.trace, "hash": metadata_hash(reader.metadata), "source": reader.metadata.source},
+        trace=trace,
         per_request=options.per_request,
         warmup_requests=options.warmup_requests,
         num_forwards=len(passes),
@@ -104,24 +98,29 @@ def run(options: Namespace, started: float) -> str:
         policies=list(policies),
         slots=list(options.slots),
         factors=list(options.factors),
-        device=device,
-        machine=profile.machine,
         profile_hash=profile_hash(profile),
         sources=sources(),
-        versions={"python": platform.python_version(), **{name: _version(name) for name in _LIBRARIES}},
+        versions=versions(_LIBRARIES),
         seconds_asked=options.seconds,
         runs=[],
         errors=[],
     )
-    machine = _machine(session, options, device, shape_of(options.shape, traced), traced, passes, profile)
+    workshop, shape = Workshop(), shape_of(options.shape, traced)
     try:
-        session.note(link_before=_link(machine))
-        runner = Runner(session, machine, passes, policies, traced, shape_of(options.shape, traced), profile)
+        machine, facts = workshop.machine(
+            *(passes, trace["hash"], traced, shape),
+            *(max(options.slots) * traced.num_layers + 2 * profile.transfer_chunk, profile),
+            Conditions(device=options.device, h2d_bytes_factor=max(options.factors), slow_link=True),
+            has_bars=False,
+        )
+        session.say(f"a machine with {machine.layout.num_slots} slots; host memory: {machine.arena.budget}")
+        session.note(**facts._asdict(), expert_bytes=shape.expert_bytes("bfloat16"), link_before=_link(machine))
+        runner = Runner(session, machine, passes, policies, traced, shape, profile)
         runner.warm_up(cells)
         runner.repeat(cells, options.repeats)
         session.note(link_after=_link(machine))
     finally:
-        machine.close()
+        workshop.close()
     runs = session.manifest["runs"]
     return f"{options.directory}: {len(runs)} runs of {len(cells)} cells over {len(passes)} forwards"
 
@@ -216,15 +215,16 @@ class Runner:
         return found.chunks, {name: getattr(found, name) for name in ("host_us", "lead_us", "decide_us")}
 
 
-def _profile(session: Session, options: Namespace, device: str) -> HardwareProfile:
+def _profile(session: Session, options: Namespace) -> HardwareProfile:
     """The profile that is given, else one that is measured now by `oled-calibrate`."""
     path = session.directory / PROFILE
     if options.profile is not None:
         path.write_text(Path(options.profile).read_text(encoding="utf-8"), encoding="utf-8")
         session.note(calibrated=False)
         return load_profile(path)
+    device = ["--device", options.device] if options.device else []
     names = [part for name in options.policies for part in ("--policy", name)]
-    command = ["experiments.calibrate", str(path), "--device", device, "--shape", options.shape, *names]
+    command = ["experiments.calibrate", str(path), *device, "--shape", options.shape, *names]
     session.say(" ".join(command))
     seconds = min(CALIBRATION_S, session.seconds_left)
     try:
@@ -237,63 +237,7 @@ def _profile(session: Session, options: Namespace, device: str) -> HardwareProfi
     return load_profile(path)
 
 
-def _machine(
-    session: Session,
-    options: Namespace,
-    device: str,
-    shape: ModelShape,
-    traced: ModelShape,
-    passes: Sequence[Pass],
-    profile: HardwareProfile,
-) -> Machine:
-    """One machine for all cells."""
-    most = max(options.factors)
-    layout = Layout(
-        shape,
-        traced.num_layers,
-        traced.num_experts,
-        traced.top_k,
-        max(options.slots) * traced.num_layers + 2 * profile.transfer_chunk,
-        profile.transfer_chunk,
-        most,
-        cpu_workers=min(profile.cpu_workers, max(1, len(os.sched_getaffinity(0)) - 1)),
-        cpu_kernel=profile.cpu_kernel or "rows",
-    )
-    arena = Arena(
-        traced.num_layers, traced.num_experts, layout.expert_numel, padding=most - 1, pinned=device.startswith("cuda")
-    )
-    session.say(f"host memory: {arena.budget}")
-    arena.fill()
-    session.say("every expert has its weights")
-    machine = Machine(layout, open_device(device), arena, passes)
-    session.say(
-        f"a machine with {layout.num_slots} slots and kernels for {len(set(machine.extents))} sizes of forwards"
-    )
-    session.note(
-        num_distinct_experts=arena.num_distinct,
-        is_pinned=arena.is_pinned,
-        cpu_workers=layout.cpu_workers,
-        cpu_kernel=layout.cpu_kernel,
-        expert_bytes=2 * layout.expert_numel,
-    )
-    return machine
-
-
 def _link(machine: Machine) -> str | None:
     """The state of the PCIe link while it is busy, in words; None without one."""
-    device, experts = machine.device.torch_device, machine.arena.experts[0]
-    if device.type != "cuda":
-        return None
-    target = torch.empty_like(experts[0], device=device)
-    for number in range(300):
-        target.copy_(experts[number % len(experts)], non_blocking=True)
-    state = read_link(device)
-    torch.cuda.synchronize(device)
+    state = link_of(machine)
     return None if state is None else f"{state}, of {state.max_generation}.0 x{state.max_width} at most"
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import platform
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from experiments import decision_log
@@ -61,6 +64,19 @@ def identity(config: Mapping[str, Any], *contents: str) -> str:
 def sources() -> str:
     """Names the code that made a result; a sweep takes up only results of the code that it runs with."""
     return source_hash("conf/**/*.yaml", *(f"{package}/**/*.py" for package in PACKAGES))
+
+
+def versions(distributions: Iterable[str]) -> dict[str, str | None]:
+    """Of Python and of these; None where one is not installed."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in distributions}}
+
+
+@cache
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], group: str = "") -> list[str]:

@@ -9,11 +9,10 @@ import subprocess
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from experiments.identity import sources
+from experiments.identity import sources, versions
 from experiments.policy import file_hash
 from experiments.profiles import profile_hash
 from experiments.setting import Setting
@@ -48,18 +47,10 @@ def manifest(setting: Setting, policy: Policy) -> dict[str, Any]:
         },
         "profile": {**json.loads(json.dumps(asdict(setting.profile))), "hash": profile_hash(setting.profile)},
         "sources": sources(),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
+        "versions": versions(LIBRARIES),
         "source_tree": _source_tree(),
         "host": {"system": platform.platform(), "machine": platform.machine(), "num_cpus": os.cpu_count()},
     }
-
-
-@cache
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 @cache

@@ -26,6 +26,7 @@ from experiments.fidelity_judge import read_workloads
 from experiments.fidelity_log import read_log, write_log
 from experiments.fidelity_pack import pack
 from experiments.profiles import load_profile, load_shape
+from experiments.replay_machine import Facts
 from policies.contract import Context
 from policies.log import LAYER_LISTS, LogChunk, Table
 from policies.profile import copy_ns, estimates_of
@@ -92,17 +93,16 @@ def scaled(chunk: LogChunk, factor: float) -> LogChunk:
 def obedient(monkeypatch: pytest.MonkeyPatch) -> Obedient:
     """Such a machine in the place of the executor's."""
 
-    def machine(session, options, device, shape, traced, passes, profile):
-        found = SimpleNamespace(factor=1, layout=SimpleNamespace(shape=shape), device=SimpleNamespace())
-        found.device.torch_device, found.arena = SimpleNamespace(type="cpu"), SimpleNamespace(experts=[[]])
+    def machine(passes, trace_hash, traced, shape, num_slots, profile, conditions, has_bars):
+        found = SimpleNamespace(factor=1, layout=SimpleNamespace(shape=shape, num_slots=num_slots))
+        found.device = SimpleNamespace(torch_device=SimpleNamespace(type="cpu"))
+        found.arena = SimpleNamespace(budget="none")
         found.set_factor = lambda factor: setattr(found, "factor", factor)
-        found.close = lambda: None
-        session.note(is_pinned=False, cpu_kernel="rows", num_distinct_experts=192)
-        return found
+        return found, Facts("cpu", "a machine that obeys", False, "rows", 1, 192)
 
     replay = Obedient()
     monkeypatch.setattr(fidelity_run, "replay", replay)
-    monkeypatch.setattr(fidelity_run, "_machine", machine)
+    monkeypatch.setattr(fidelity_run, "Workshop", lambda: SimpleNamespace(machine=machine, close=lambda: None))
     return replay
 
 
