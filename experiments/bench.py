@@ -11,9 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numba
-import numpy as np
-
 from experiments.bench_caches import caches_as_text, measure_caches
 from experiments.bench_decide import decisions_as_text, measure_decisions
 from experiments.bench_engines import engines_as_text, measure_engines
@@ -23,6 +20,7 @@ from experiments.bench_others import look_in
 from experiments.bench_sweep import POLICIES as GRID_POLICIES
 from experiments.bench_sweep import SIZES, TRACES, measure_sweep, sweep_as_text
 from experiments.command import guarded
+from experiments.identity import versions
 from experiments.terminal import mend_streams
 
 TRACE = "proxy-19x256-signals"
@@ -159,7 +157,7 @@ def machine() -> dict[str, Any]:
         "num_cpus": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "system": platform.platform(),
-        "versions": {"python": platform.python_version(), "numpy": np.__version__, "numba": numba.__version__},
+        "versions": versions(("numpy", "numba")),
     }
 
 

@@ -43,6 +43,14 @@ def laid_out(columns: Sequence[Column], width: int) -> list[str]:
     return [*lines[:2], "  ".join("-" * column.width for column in kept), *lines[2:]]
 
 
+def markdown(*columns: Column) -> str:
+    """The same as a table of Markdown, whole."""
+    heads = [" ".join(filter(None, column.head)) for column in columns]
+    rules = ["---" if column.is_text else "---:" for column in columns]
+    rows = zip(*(column.cells for column in columns), strict=True)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rules, *rows))
+
+
 def total_width(columns: Sequence[Column]) -> int:
     """Characters of a line of these columns."""
     return sum(column.width + 2 for column in columns) - 2

@@ -59,6 +59,11 @@ class Cell:
     late_of_started_points: float | None  # late ones, of the prefetches started
 
     @property
+    def label(self) -> str:
+        """Its policy, with knobs."""
+        return self.policy + (f" ({self.variant})" if self.variant else "")
+
+    @property
     def tail_error(self) -> float:
         """Of P99, or of P90 where the forwards are too few for it."""
         return self.p90_error if self.p99_error is None else self.p99_error

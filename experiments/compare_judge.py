@@ -33,6 +33,11 @@ class Target:
     is_met: bool | None
     remarks: tuple[str, ...] = ()
 
+    @property
+    def verdict(self) -> str:
+        """In a word."""
+        return {True: "met", False: "MISSED", None: "not judged"}[self.is_met]
+
 
 @dataclass(frozen=True, eq=False)
 class Comparison:

@@ -9,6 +9,7 @@ from math import sqrt
 
 from experiments.compare_cells import Cell
 from experiments.compare_pairs import Pair
+from experiments.ranking import is_bound
 
 FEWEST_PAIRS = 10  # kept ones; a group of fewer is not judged
 
@@ -49,7 +50,7 @@ def groups_of(pairs: Sequence[Pair], cells: Sequence[Cell]) -> list[Group]:
     sized: dict[tuple[Hashable, ...], list[Cell]] = {}
     unsized: dict[tuple[Hashable, ...], list[Cell]] = {}
     for pair, cell in zip(pairs, cells, strict=True):
-        if cell.is_fitted or pair.facts["clairvoyant"] or cell.policy.startswith("ideal_"):
+        if cell.is_fitted or is_bound(pair.facts):
             continue
         if pair.slots is None:
             unsized.setdefault(pair.group, []).append(cell)
@@ -69,18 +70,18 @@ def group_of(cells: Sequence[Cell]) -> Group:
     picked, best = min(ordered, key=lambda cell: cell.simulated_ms), ordered[0]
     return Group(
         name=_name(ordered),
-        policies=tuple(_policy(cell) for cell in ordered),
+        policies=tuple(cell.label for cell in ordered),
         num_pairs=len(ordered) * (len(ordered) - 1) // 2,
         num_kept=len(kept),
         has_spread=has_spread,
         tau_b=tau_b([(a.simulated_ms - b.simulated_ms, a.measured_ms - b.measured_ms) for a, b in kept]),
         inversions=tuple(
-            (_policy(a), _policy(b))
+            (a.label, b.label)
             for a, b in kept
             if (a.simulated_ms - b.simulated_ms) * (a.measured_ms - b.measured_ms) < 0
         ),
-        picked=_policy(picked),
-        best=_policy(best),
+        picked=picked.label,
+        best=best.label,
         regret=picked.measured_ms / best.measured_ms - 1,
     )
 
@@ -104,10 +105,6 @@ def tau_b(differences: Iterable[tuple[float, float]]) -> float | None:
 
 def _is_apart(a: Cell, b: Cell) -> bool:
     return abs(a.measured_ms - b.measured_ms) > max(a.spread_ms or 0.0, b.spread_ms or 0.0)
-
-
-def _policy(cell: Cell) -> str:
-    return cell.policy + (f" ({cell.variant})" if cell.variant else "")
 
 
 def _name(cells: Sequence[Cell]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from experiments.columns import WIDTH, Column, laid_out, numbers, wrap
+from experiments.columns import WIDTH, Column, laid_out, markdown, numbers, wrap
 from experiments.compare_cells import Cell
 from experiments.compare_judge import MOST_POINTS, MOST_TAIL_MAPE, MOST_TPOT_MAPE, SCOPE, Comparison, Target
 from experiments.compare_pairs import Pair, Unpaired
@@ -14,7 +14,6 @@ from experiments.compare_ranks import Group
 from experiments.table import describe
 
 _FITTED, _BEYOND = "†", "!"
-_MARKS = {True: "met", False: "MISSED", None: "not judged"}
 _NOTES = (
     "TPOT of a simulated run, and mean over the replay's repeats; spread: largest less smallest repeat, of that mean. "
     "Errors are simulated over measured less 1; fwd: of single forwards, mean of absolute values, and beside it that of "
@@ -46,21 +45,21 @@ def as_markdown(comparison: Comparison) -> str:
     targets = comparison.targets
     parts = [
         _scope(),
-        _table(
+        markdown(
             Column(("target", ""), [target.name for target in targets], is_text=True),
             Column(("must be", ""), [target.limit for target in targets], is_text=True),
             Column(("found", ""), [target.found for target in targets], is_text=True),
-            Column(("", ""), [_MARKS[target.is_met] for target in targets], is_text=True),
+            Column(("", ""), [target.verdict for target in targets], is_text=True),
         ),
     ]
     remarks = [f"- {target.name}: {remark}" for target in targets for remark in target.remarks]
     if remarks:
         parts.append("\n".join(remarks))
     for caption, cells in _sections(comparison):
-        parts += [caption, _table(*_cell_columns(cells))]
+        parts += [caption, markdown(*_cell_columns(cells))]
     parts += _notes(comparison)
     if comparison.groups:
-        parts.append(_table(*_group_columns(comparison.groups)))
+        parts.append(markdown(*_group_columns(comparison.groups)))
     if comparison.unpaired:
         parts.append("\n".join(["Not paired:", "", *(f"- {text}" for text in _unpaired(comparison.unpaired))]))
     return "\n\n".join(parts) + "\n"
@@ -101,9 +100,7 @@ def _conditions(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _cell_columns(cells: Sequence[Cell]) -> list[Column]:
-    names = [
-        cell.policy + (f" ({cell.variant})" if cell.variant else "") + f" {_FITTED}" * cell.is_fitted for cell in cells
-    ]
+    names = [cell.label + f" {_FITTED}" * cell.is_fitted for cell in cells]
     has_p99 = any(cell.p99_error is not None for cell in cells)
     times = numbers([value for cell in cells for value in (cell.simulated_ms, cell.measured_ms)])
     return [
@@ -150,8 +147,7 @@ def _group_columns(groups: Sequence[Group]) -> list[Column]:
 
 
 def _target_lines(target: Target, width: int) -> list[str]:
-    mark = _MARKS[target.is_met]
-    lines = [wrap(f"{mark:<10}  {target.name} ({target.limit}): {target.found}", width, " " * 12)]
+    lines = [wrap(f"{target.verdict:<10}  {target.name} ({target.limit}): {target.found}", width, " " * 12)]
     return lines + [wrap(f"{'':<12}- {remark}", width, " " * 14) for remark in target.remarks]
 
 
@@ -182,11 +178,3 @@ def _percent(ratio: float | None) -> str:
 
 def _signed(ratio: float | None, limit: float = float("inf")) -> str:
     return "-" if ratio is None else f"{100 * ratio:+.2f}{_BEYOND * (abs(ratio) > limit)}"
-
-
-def _table(*columns: Column) -> str:
-    """Columns as a table of Markdown."""
-    heads = [" ".join(filter(None, column.head)) for column in columns]
-    rules = ["---" if column.is_text else "---:" for column in columns]
-    rows = zip(*(column.cells for column in columns), strict=True)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rules, *rows))

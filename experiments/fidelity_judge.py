@@ -100,7 +100,7 @@ def judge(directory: Path, output: Path) -> str:
         (partial / MANIFEST).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         if parts := _by_workload(runs):
             (partial / BY_WORKLOAD).write_text(as_markdown(compare(parts)), encoding="utf-8")
-    lines = [f"{_mark(one.is_met)} {one.name} ({one.limit}): {one.found}" for one in comparison.targets]
+    lines = [f"{one.verdict:<10} {one.name} ({one.limit}): {one.found}" for one in comparison.targets]
     return "\n".join([*lines, f"Written: {target}"])
 
 
@@ -187,7 +187,3 @@ def name_of(measured: Measured) -> str:
     gpu = re.split(r"[;,]", measured.profile.machine)[0]
     words = "-".join(re.findall(r"[a-z0-9]+", gpu.lower())[:4])
     return f"{manifest['created'][:10]}-{words}-{manifest['profile_hash'][:_DIGITS]}"
-
-
-def _mark(is_met: bool | None) -> str:
-    return {True: "met       ", False: "MISSED    ", None: "not judged"}[is_met]

@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from experiments.columns import Column, markdown
 from experiments.compare_log import read_layers
 from experiments.files import RESULT
 from policies.log import LogChunk, Ragged, Table
@@ -66,12 +67,11 @@ def _parts(layers: Table, forward_ends: NDArray[np.int64]) -> dict[str, float | 
 
 def terms_as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Simulated and measured times of each part, us, and below what the parts are."""
-    head = f"| cell | {' | '.join(PARTS)} |"
-    rule = f"| --- |{' ---: |' * len(PARTS)}"
-    lines = [f"| {row['cell']} | {' | '.join(_shown(row, name) for name in PARTS)} |" for row in rows]
+    cells = Column(("cell", ""), [row["cell"] for row in rows], is_text=True)
+    table = markdown(cells, *(Column((name, ""), [_shown(row, name) for row in rows]) for name in PARTS))
     legend = [f"- {name}: {meaning}" for name, meaning in PARTS.items()]
     intro = "Mean times in us, simulated / measured (mean over repeats), over all forwards."
-    return "\n".join([intro, "", head, rule, *lines, "", *legend]) + "\n"
+    return "\n".join([intro, "", table, "", *legend]) + "\n"
 
 
 def _shown(row: Mapping[str, Any], name: str) -> str:

@@ -34,7 +34,7 @@ def with_differences(
             groups.setdefault(tuple(row[key] for key in (*SECTION, *swept, "slots_per_layer")), []).append(index)
     found: list[dict[str, Any]] = [{**row, **dict.fromkeys(OVER_BEST)} for row in rows]
     for group in groups.values():
-        candidates = [index for index in group if not _is_bound(rows[index])]
+        candidates = [index for index in group if not is_bound(rows[index])]
         if len(group) > 1 and candidates:
             best = min(candidates, key=lambda index: rows[index]["tpot_ms"])
             samples = {index: _sample(forwards(index)) for index in group}
@@ -64,6 +64,6 @@ def _over(
     return difference, interval.low, interval.high
 
 
-def _is_bound(row: Mapping[str, Any]) -> bool:
+def is_bound(row: Mapping[str, Any]) -> bool:
     """Whether a policy knows what no real one can, so that it is no choice."""
     return row["clairvoyant"] or row["policy"].startswith("ideal_")
