@@ -19,7 +19,7 @@ from experiments.bench_memory import measure_memory, memory_as_text
 from experiments.bench_others import look_in
 from experiments.bench_sweep import POLICIES as GRID_POLICIES
 from experiments.bench_sweep import SIZES, TRACES, measure_sweep, sweep_as_text
-from experiments.command import guarded
+from experiments.command import Parser, guarded
 from experiments.identity import versions
 from experiments.terminal import mend_streams
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="python -m experiments.bench", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     text = "time of one decision of each policy, asked from Python at every gate as drivers ask"
     decide = commands.add_parser("decide", help=text, description=text, allow_abbrev=False)

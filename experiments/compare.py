@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace) -> int:
         if getattr(options, given) and not getattr(options, needed):
             raise ConfigError(f"--{given}: needs --{needed}")
     comparison = compare(read_runs(options.runs), options.fitted)
-    drawn = None if options.timeline is None else pair_named(comparison.pairs, options.timeline)
+    drawn = None if options.timeline is None else _pair_named(comparison.pairs, options.timeline)
     if options.output is not None:
         with whole_directory(options.output, lambda: check(options.output, options.overwrite)) as partial:
             if drawn is not None:
@@ -112,12 +112,7 @@ def _window(text: str | None) -> Window:
     return Window(int(found[1]), int(found[2]))
 
 
-def pair_named(pairs: Sequence[Pair], name: str) -> Pair:
-    """The cell of this name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+def _pair_named(pairs: Sequence[Pair], name: str) -> Pair:
     for pair in pairs:
         if pair.name == name:
             return pair

@@ -8,13 +8,8 @@ from typing import Any
 
 from experiments.errors import ConfigError
 
-_TEXT, _COUNT, _BOOL, _NUMBER, _POSITIVE = (
-    "text",
-    "a whole number, 0 or more",
-    "true or false",
-    "a number",
-    "a number above 0",
-)
+_TEXT, _BOOL, _COUNT = "text", "true or false", "a whole number, 0 or more"
+_NUMBER, _POSITIVE = "a number", "a number above 0"
 # what every summary says, and a comparison needs
 NEEDED = {
     **dict.fromkeys(("policy", "variant", "trace", "trace_hash", "source", "hardware", "hardware_changes"), _TEXT),

@@ -198,7 +198,7 @@ def _read_kept(directory: Path) -> Iterator[Ran]:
         for nth, facts in enumerate(kept):
             name = facts.pop("name")
             yield _checked(name, facts, tables[nth], None, (RUNS, RUNS))
+    except ConfigError:
+        raise
     except (pl.exceptions.PolarsError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{directory}: {RUNS} and {TABLES} are damaged: {' '.join(str(error).split())}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from tqdm import tqdm
 
 from experiments import trace
 from experiments.collect import table_of, write_table
-from experiments.command import guarded
+from experiments.command import Parser, guarded
 from experiments.figures import plot_tpot, plot_utilization
 from experiments.identity import UNSIZED
 from experiments.ranking import with_differences
@@ -37,7 +36,7 @@ SHAPE = "llada2.0-mini"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `python -m experiments.demo`."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.demo", description=__doc__)
+    parser = Parser(prog="python -m experiments.demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory of the results (default: demo)")
     out = parser.parse_args(arguments).out
     mend_streams()
