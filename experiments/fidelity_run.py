@@ -7,7 +7,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
@@ -125,6 +125,7 @@ def run(options: Namespace, started: float) -> str:
     return f"{options.directory}: {len(runs)} runs of {len(cells)} cells over {len(passes)} forwards"
 
 
+@dataclass(frozen=True, eq=False)
 class Runner:
     """Runs cells on one machine.
 
@@ -138,76 +139,67 @@ class Runner:
         profile: of the machine, which policies believe.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        machine: Machine,
-        passes: Sequence[Pass],
-        policies: Mapping[str, Policy],
-        traced: ModelShape,
-        shape: ModelShape,
-        profile: HardwareProfile,
-    ) -> None:
-        self._session, self._machine, self._passes, self._policies = session, machine, passes, policies
-        self._traced, self._shape, self._profile = traced, shape, profile
-        self._seconds: dict[Cell, float] = {}  # that a cell took last
+    session: Session
+    machine: Machine
+    passes: Sequence[Pass]
+    policies: Mapping[str, Policy]
+    traced: ModelShape
+    shape: ModelShape
+    profile: HardwareProfile
+    _seconds: dict[Cell, float] = field(default_factory=dict)  # that a cell took last
 
     def warm_up(self, cells: Sequence[Cell]) -> None:
         """Run the first forwards of every policy once, which nobody counts."""
-        for policy in self._policies:
-            self._replay(next(cell for cell in cells if cell.policy == policy), self._passes[:_WARM_FORWARDS])
-        self._session.say("every policy has run its first forwards once")
+        for policy in self.policies:
+            self._replay(next(cell for cell in cells if cell.policy == policy), self.passes[:_WARM_FORWARDS])
+        self.session.say("every policy has run its first forwards once")
 
     def repeat(self, cells: Sequence[Cell], repeats: int) -> None:
         """Run all cells in turn, so often or until the next one would not end in time."""
-        say = self._session.say
+        say = self.session.say
         for repeat in range(repeats):
             began = monotonic()
             for cell in cells:
-                if self._session.seconds_left < 1.1 * self._seconds.get(cell, 0.0):
+                if self.session.seconds_left < 1.1 * self._seconds.get(cell, 0.0):
                     say(f"time is up before {cell.name} of repeat {repeat}")
                     return
                 self._run(cell, repeat)
-            took, left = monotonic() - began, self._session.seconds_left
+            took, left = monotonic() - began, self.session.seconds_left
             say(
                 f"repeat {repeat} of all {len(cells)} cells took {took:.0f} s, {left:.0f} s are left: {left / took:.1f} more"
             )
 
     def _run(self, cell: Cell, repeat: int) -> None:
-        session, began = self._session, monotonic()
+        session, began = self.session, monotonic()
         try:
-            chunks, notes = self._replay(cell, self._passes)
+            chunks, notes = self._replay(cell, self.passes)
         except (PolicyError, ProfileError, RuntimeError) as error:  # RuntimeError: what CUDA reports
             session.say(f"{cell.name} repeat {repeat} failed: {error}")
-            session.note(
-                errors=[*session.manifest["errors"], {"cell": cell.name, "repeat": repeat, "error": str(error)}]
-            )
+            failed = {"cell": cell.name, "repeat": repeat, "error": str(error)}
+            session.note(errors=[*session.manifest["errors"], failed])
             return
         seconds = self._seconds[cell] = monotonic() - began
         spans = [chunk.forwards.scalars for chunk in chunks]
         total_ns = int(spans[-1]["end_ns"][-1] - spans[0]["start_ns"][0])
-        notes |= {
-            "cell": asdict(cell),
-            "repeat": repeat,
-        }
+        notes |= {"cell": asdict(cell), "repeat": repeat}
         file = f"{CELLS}/{cell.name}-r{repeat}.parquet"
         write_log(session.directory / file, chunks, notes)
         session.note(runs=[*session.manifest["runs"], {"file": file, "seconds": round(seconds, 2), **notes}])
         session.say(
-            f"{cell.name} repeat {repeat}: {total_ns / 1e6 / len(self._passes):.2f} ms a forward, "
+            f"{cell.name} repeat {repeat}: {total_ns / 1e6 / len(self.passes):.2f} ms a forward, "
             f"host {notes['host_us']:.0f} us, decision {notes['decide_us']:.0f} us a layer; took {seconds:.1f} s"
         )
 
     def _replay(self, cell: Cell, passes: Sequence[Pass]) -> tuple[list[LogChunk], dict[str, Any]]:
-        self._machine.set_factor(cell.factor)
-        expert_bytes = self._shape.expert_bytes("bfloat16")
-        costs = slowed(self._profile, cell.factor).costs(self._shape, expert_bytes, cell.policy)
-        slots = cell.slots_per_layer * self._traced.num_layers
+        self.machine.set_factor(cell.factor)
+        expert_bytes = self.shape.expert_bytes("bfloat16")
+        costs = slowed(self.profile, cell.factor).costs(self.shape, expert_bytes, cell.policy)
+        slots = cell.slots_per_layer * self.traced.num_layers
         found = replay(
-            self._machine,
+            self.machine,
             passes,
-            self._policies[cell.policy],
-            self._traced,
+            self.policies[cell.policy],
+            self.traced,
             slots,
             estimates_of(costs),
             2 * costs.transfer_chunk,

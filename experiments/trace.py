@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from hydra.core.config_store import ConfigStore
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from experiments.cli import Directories, hydra_command
 from experiments.keys import refuse_unknown
-from tracer import locality
+from experiments.trace_summary import format_summary, summarise
 from tracer.capture import trace_metadata, trace_prompts
 from tracer.chat import load_chat_template, render_prompts
 from tracer.checkpoint import Provenance, load, model_bytes, model_name, read_config, read_provenance
@@ -25,7 +25,7 @@ from tracer.decode import DecodeResult, DecodeSettings, ForwardEvent
 from tracer.llada2 import LLaDA2
 from tracer.llada2_config import LLaDA2Config
 from tracer.prompts import Prompt, encode_prompts, read_prompts
-from tracer.schema import GATE_DTYPES, ForwardKind, ModelShape, Pass, TraceError, TraceMetadata
+from tracer.schema import GATE_DTYPES, TraceError, TraceMetadata
 from tracer.shipped import find_model
 from tracer.special_ids import check_special_ids
 from tracer.store import TraceReader, TraceWriter
@@ -90,21 +90,6 @@ class SweepDirectories(Directories):
         """Take no note."""
 
 
-class Summary(NamedTuple):
-    """What a trace is like, from its passes."""
-
-    num_forwards: Counter[ForwardKind]
-    num_accepted: int
-    activated: Sequence[float]  # [L] mean experts of each layer, denoise forwards
-    overlap: float | None
-    floor: float | None
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """Accepted tokens over decode forwards."""
-        return self.num_accepted / (self.num_forwards.total() - self.num_forwards[ForwardKind.PREFILL])
-
-
 def main() -> None:
     """Entry point of the command."""
     ConfigStore.instance().store(name="trace_schema", node=Trace)
@@ -144,43 +129,6 @@ def run(config: DictConfig) -> None:
         print(_answer(prompt, result, tokenizer.decode(result.generated_ids)))
     shape = model_config.shape()
     print(format_summary(summarise(reader, shape), shape, path, metadata.source))
-
-
-def summarise(passes: Iterable[Pass], shape: ModelShape) -> Summary:
-    """Count forwards and accepted tokens, and measure activation and overlap, in one reading."""
-    num_forwards: Counter[ForwardKind] = Counter()
-    num_accepted = 0
-    denoised = []
-    for item in passes:
-        num_forwards.update(ForwardKind(kind) for kind in item.kinds)
-        num_accepted += int(item.num_accepted.sum())
-        denoised += locality.denoise_sets([item], shape.num_experts)
-    return Summary(
-        num_forwards,
-        num_accepted,
-        locality.activated_per_layer(denoised).tolist(),
-        locality.within_blocks(denoised).mean_overlap,
-        locality.between_requests(denoised).mean_overlap,
-    )
-
-
-def format_summary(summary: Summary, shape: ModelShape, path: Path, source: str) -> str:
-    """The summary in lines for a terminal."""
-    kinds = ", ".join(f"{kind.name.lower()} {summary.num_forwards[kind]}" for kind in sorted(summary.num_forwards))
-    by_layer = ", ".join(
-        f"{layer_id}: {count:.1f}" for layer_id, count in zip(shape.layer_ids, summary.activated, strict=True)
-    )
-    activated = sum(summary.activated) / len(summary.activated)
-    overlap = "none, no block has two denoise forwards" if summary.overlap is None else f"{summary.overlap:.3f}"
-    floor = "needs two requests" if summary.floor is None else f"{summary.floor:.3f}"
-    lines = {
-        "trace": f"{path} ({source})",
-        "forwards": f"{summary.num_forwards.total()}: {kinds}",
-        "tokens per forward": f"{summary.tokens_per_forward:.2f} ({summary.num_accepted} accepted, prefill not counted)",
-        "activated experts": f"{activated:.1f} of {shape.num_experts} in a denoise forward (layer {by_layer})",
-        "adjacent overlap": f"{overlap}; floor between unrelated requests: {floor}",
-    }
-    return "\n".join(f"{name:<20}{text}" for name, text in lines.items())
 
 
 class _Progress:
