@@ -10,12 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments.compare_runs import Ran
+from experiments.decision_log import DECIDED
 from experiments.errors import ConfigError
 from experiments.files import DECISIONS
 from experiments.log_tables import from_arrow
 from policies.log import LAYER_COLUMNS, LAYER_LISTS, DecisionHash, Table
-
-_DECIDED = ("hits", "transfers", "on_cpu", "retained", "prefetch_layers", "prefetch_experts")
 
 
 def read_layers(directory: Path, first: int, stop: int) -> Table:
@@ -54,7 +53,7 @@ def first_difference(a: Ran, b: Ran) -> str | None:
     stop = a.forwards.height
     layers_a, layers_b = (read_layers(run.directory, 0, stop) for run in (a, b) if run.directory)
     for row in range(min(len(layers_a), len(layers_b))):
-        for name in _DECIDED:
+        for name in DECIDED:
             ids_a, ids_b = layers_a.lists[name][row], layers_b.lists[name][row]
             if name == "transfers":  # their order is no decision
                 ids_a, ids_b = np.sort(ids_a), np.sort(ids_b)

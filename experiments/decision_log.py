@@ -22,6 +22,7 @@ SIZED = False  # the log says how many slots there are
 _NUMBERS = ("forward", "layer", "capacity")
 _LISTS = ("hits", "transfers", "on_cpu", "retained")
 _PREFETCHES = ("prefetch_layers", "prefetch_experts")  # may be missing, together
+DECIDED = (*_LISTS, *_PREFETCHES)  # lists of a log that say what was decided
 
 
 @dataclass
@@ -84,7 +85,7 @@ def read_log(path: Path, shape: ModelShape) -> Decisions:
     if table.num_rows == 0 or table.num_rows % num_layers:
         raise PolicyError(f"{path}: holds {table.num_rows} rows, must be some whole forwards of {num_layers} layers")
     is_global = bool((lists["retained"].values >= num_experts).any())
-    within = dict.fromkeys((*_LISTS, "prefetch_experts"), num_experts) | {"prefetch_layers": num_layers}
+    within = dict.fromkeys(DECIDED, num_experts) | {"prefetch_layers": num_layers}
     if is_global:
         within["retained"] = num_layers * num_experts
     for name, size in within.items():

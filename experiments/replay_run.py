@@ -8,6 +8,7 @@ from itertools import islice
 
 import numpy as np
 
+from experiments.decision_log import DECIDED
 from experiments.fidelity_grid import slowed
 from experiments.kept import Kept
 from experiments.policy import name_of
@@ -22,8 +23,6 @@ from replay.executor import check_policy
 from replay.run import Replayed, replay
 from tracer.files import metadata_hash
 from tracer.schema import Pass, TraceError
-
-_DECISIONS = ("hits", "transfers", "on_cpu", "retained", "prefetch_layers", "prefetch_experts")
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ def run(setting: Setting, conditions: Conditions, kept: Kept, workshop: Workshop
     Raises:
         ConfigError, TraceError, PolicyError, ProfileError: the run cannot be made so.
     """
-    check_format(setting)
-    check_gates(setting)
+    _check_format(setting)
+    _check_gates(setting)
     policy, traced = kept.policy(setting), setting.traced
     check_policy(policy)  # before a machine is made
     has_signals = policy.reads_signals and setting.reader.has_signals
@@ -72,7 +71,7 @@ def run(setting: Setting, conditions: Conditions, kept: Kept, workshop: Workshop
     return Measured(policy, replayed, facts, len(passes))
 
 
-def check_format(setting: Setting) -> None:
+def _check_format(setting: Setting) -> None:
     """Refuse experts of other number formats than the executor computes with."""
     given, charged = setting.given.expert_dtype, setting.charged.weight_dtype
     if (given or charged) != "bfloat16":
@@ -82,7 +81,7 @@ def check_format(setting: Setting) -> None:
         )
 
 
-def check_gates(setting: Setting) -> None:
+def _check_gates(setting: Setting) -> None:
     """Refuse a trace without gates, by which the executor weighs what experts give."""
     if "gates" in setting.reader.metadata.lacks:
         raise TraceError(
@@ -116,13 +115,13 @@ def _playing_back(
     chunks = list(
         simulate(passes, policy, setting.traced, slots, costs, estimates, staging_slots=setting.staging_slots)
     )
-    return playback(decisions_of(chunks, setting.traced.num_layers, setting.traced.num_experts, policy.pool), True, 0)
+    return playback(_decisions_of(chunks, setting.traced.num_layers, setting.traced.num_experts, policy.pool), True, 0)
 
 
-def decisions_of(chunks: Sequence[LogChunk], num_layers: int, num_experts: int, pool: str) -> Decisions:
+def _decisions_of(chunks: Sequence[LogChunk], num_layers: int, num_experts: int, pool: str) -> Decisions:
     """The decisions in a log."""
     tables = [chunk.layers for chunk in chunks]
-    lists = {name: _joined([table.lists[name] for table in tables]) for name in _DECISIONS}
+    lists = {name: _joined([table.lists[name] for table in tables]) for name in DECIDED}
     capacity = np.concatenate([table.scalars["capacity"] for table in tables]).astype(np.int64)
     has_prefetches = lists["prefetch_experts"].values.size > 0
     return Decisions(num_layers, num_experts, pool, capacity, lists, has_prefetches)
