@@ -16,7 +16,7 @@ from experiments.errors import ConfigError
 from experiments.files import DECISIONS, forwards_in
 from experiments.timeline import FORWARDS, Window
 from experiments.timeline_packets import TraceWriter
-from experiments.timeline_slices import Execution, Slice, demand_slices, executions
+from experiments.timeline_slices import Execution, Slice, demand_slices, executions, layer_slice
 
 
 def write_timelines(pair: Pair, file: BinaryIO, window: Window) -> int:
@@ -106,15 +106,14 @@ class _Tracks:
         layers = forward.layers
         about = {name: getattr(layers[0], name) for name in ("forward", "num_tokens", "kv_len")}
         self._writer.begin(self._forwards, now_ns, f"forward {layers[0].forward}", about)
-        self._put(self._forwards, map(_layer_slice, layers), forward, now_ns)
+        self._put(self._forwards, map(layer_slice, layers), forward, now_ns)
         self._writer.end(self._forwards, now_ns + forward.length_ns)
         tail = Slice(layers[-1].end_ns, forward.end_ns, "tail", {})
         self._put(self._gpu, [*(one for row in layers for one in _gpu_slices(row)), tail], forward, now_ns)
         self._put(self._link, (one for row in layers for one in _copies(row)), forward, now_ns)
         self._put(self._cpu, (one for row in layers for one in _cpu_slices(row)), forward, now_ns)
         for row in layers:
-            num_missed = row.num_activated - len(row.hits)
-            self._writer.count(self._missed, now_ns + row.start_ns - forward.start_ns, num_missed)
+            self._writer.count(self._missed, now_ns + row.start_ns - forward.start_ns, row.num_missed)
 
     def _put(self, track: int, slices: Iterable[Slice], forward: _Forward, now_ns: int) -> None:
         """Write slices of a forward, as far as they lie within it."""
@@ -125,17 +124,6 @@ class _Tracks:
                 last_ns = end_ns
                 self._writer.begin(track, now_ns + start_ns - forward.start_ns, one.name, one.arguments)
                 self._writer.end(track, now_ns + end_ns - forward.start_ns)
-
-
-def _layer_slice(row: Execution) -> Slice:
-    about: dict[str, int | str] = {
-        "activated": row.num_activated,
-        "missed": row.num_activated - len(row.hits),
-        "on_cpu": len(row.on_cpu),
-        "resident": row.num_resident,
-        "capacity": row.capacity,
-    }
-    return Slice(row.start_ns, row.end_ns, f"layer {row.layer}", about)
 
 
 def _gpu_slices(row: Execution) -> Iterator[Slice]:

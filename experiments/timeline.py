@@ -19,6 +19,7 @@ from experiments.timeline_slices import (
     demand_slices,
     executions,
     gpu_slices,
+    layer_slice,
 )
 from experiments.timeline_slots import Prefetch, SlotCounter
 from policies.log import LogChunk, Table
@@ -172,19 +173,11 @@ class Timeline:
         self._end_ns = end_ns
 
     def _write_layer(self, row: Execution) -> None:
-        num_missed = row.num_activated - len(row.hits)
-        about: dict[str, int | str] = {
-            "activated": row.num_activated,
-            "missed": num_missed,
-            "on_cpu": len(row.on_cpu),
-            "resident": row.num_resident,
-            "capacity": row.capacity,
-        }
-        self._put(self._forwards, [Slice(row.start_ns, row.end_ns, f"layer {row.layer}", about)])
+        self._put(self._forwards, [layer_slice(row)])
         self._put(self._gpu, gpu_slices(row, self._costs))
         self._put(self._demand, demand_slices(row))
         self._put(self._cpu, cpu_slices(row, self._costs))
-        self._writer.count(self._missed, row.start_ns, num_missed)
+        self._writer.count(self._missed, row.start_ns, row.num_missed)
 
     def _put(self, track: int, slices: Iterable[Slice]) -> None:
         """Write slices; what took no time is left out."""

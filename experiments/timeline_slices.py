@@ -36,6 +36,11 @@ class Execution(NamedTuple):
     cpu_loads: list[int]
     retained: list[int]
 
+    @property
+    def num_missed(self) -> int:
+        """Experts that were not resident at the gate."""
+        return self.num_activated - len(self.hits)
+
 
 class Slice(NamedTuple):
     """Something that goes on from `start_ns` to `end_ns`."""
@@ -56,6 +61,18 @@ def executions(layers: Table) -> Iterator[Execution]:
             offsets, values = layers.lists[name].offsets.tolist(), layers.lists[name].values.tolist()
             columns.append([values[first:last] for first, last in pairwise(offsets)])
     yield from map(Execution._make, zip(*columns, strict=True))
+
+
+def layer_slice(row: Execution) -> Slice:
+    """All of it, and what there was to do."""
+    about: dict[str, int | str] = {
+        "activated": row.num_activated,
+        "missed": row.num_missed,
+        "on_cpu": len(row.on_cpu),
+        "resident": row.num_resident,
+        "capacity": row.capacity,
+    }
+    return Slice(row.start_ns, row.end_ns, f"layer {row.layer}", about)
 
 
 def chunk_kernels(row: Execution, costs: Costs) -> Iterator[Slice]:
