@@ -20,7 +20,7 @@ def arrange(ids, experts, ends, slots, on_cpu, index, layout, cpu_tokens, cpu_en
         slots: [J] int32 slot of each of them.
         on_cpu: [C] int64 experts that the CPU computes.
         index: [I] int32 of `Index`, written.
-        layout: [4] int64, where its parts begin.
+        layout: [3] int64, where its parts begin.
         cpu_tokens: [N] int64, written: token of each row of the CPU's batch.
         cpu_ends: [C] int64, written: end of each CPU expert's rows.
 
@@ -86,12 +86,11 @@ class Index:
         self.slot = num_groups + 1
         self.row_first = self.slot + num_jobs
         self.place = self.row_first + num_jobs + 1
-        self.num_rows = num_rows
         size = self.place + 2 * num_rows
         is_cuda = device.type == "cuda"
         self.host = torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda)
         self.device = torch.zeros(size, dtype=torch.int32, device=device) if is_cuda else self.host
-        self.layout = np.array([self.slot, self.row_first, self.place, num_rows])
+        self.layout = np.array([self.slot, self.row_first, self.place])
         self.array = self.host.numpy()
         self.cpu_tokens = np.zeros(num_rows, np.int64)
         self.cpu_ends = np.zeros(num_jobs, np.int64)

@@ -25,7 +25,6 @@ class CpuChoice(NamedTuple):
     num_workers: int
     by_kernel: dict[str, float]
     by_workers: dict[int, float]  # of the chosen kernel
-    times: dict[tuple[int, int], Repeated]  # of the chosen kernel, by number of experts and rows of each
 
     @property
     def bytes_per_s(self) -> float:
@@ -103,17 +102,16 @@ def choose_kernel(
     """
     sizes = list(product(numbers, loads))
     few = [(numbers[len(numbers) // 2], load) for load in loads]
-    found = {}
+    rates = {}
     for kernel in KERNELS:
         try:
-            found[kernel] = batches.grid(kernel, num_workers, sizes, repeats)
+            rates[kernel] = batches.rate(batches.grid(kernel, num_workers, sizes, repeats))
         except ProfileError:
-            if kernel == KERNELS[-1] and not found:
+            if kernel == KERNELS[-1] and not rates:
                 raise
-    rates = {kernel: batches.rate(times) for kernel, times in found.items()}
     best = max(rates, key=rates.__getitem__)
     by_workers = {
         workers: batches.rate(batches.grid(best, workers, few, repeats))
         for workers in sorted({max(1, num_workers // 4), max(1, num_workers // 2), num_workers})
     }
-    return CpuChoice(best, num_workers, rates, by_workers, found[best])
+    return CpuChoice(best, num_workers, rates, by_workers)

@@ -79,10 +79,9 @@ class Plans(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Designed:
-    """Passes of designed layers, the policy that serves them as designed, and the shape of both."""
+    """Passes of designed layers, one for each design, the policy that serves them so, and the shape of both."""
 
     shape: ModelShape
-    designs: Sequence[Design]  # one for each pass
     passes: Sequence[Pass]
     policy: Policy
     slots: int
@@ -118,7 +117,7 @@ def designed(shape: ModelShape, num_layers: int, num_residents: int, designs: Se
         passes.append(pass_of(number, np.stack(routes), design.kv_len))
 
     plans = Plans(num_layers, *_in_a_row(transfers), *_in_a_row(on_cpu), retained)
-    return Designed(shape, designs, passes, Policy("designed", plans, init, decide), num_layers * num_residents)
+    return Designed(shape, passes, Policy("designed", plans, init, decide), num_layers * num_residents)
 
 
 def init(params: Plans, shape: ModelShape, slots: int) -> tuple[tuple[()], NDArray[np.bool_], NDArray[np.int64]]:

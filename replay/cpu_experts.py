@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Lock, Thread
-from time import perf_counter_ns
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -22,13 +21,6 @@ from replay.cpu_onednn import OneDnn
 KERNELS = ("rows", "onednn")
 _TILES = tile_configurations()
 _ONE_AT_A_TIME = Lock()  # one of numba's thread pools ends the process when two threads enter it
-
-
-class BatchTimes(NamedTuple):
-    """When a batch ran, by `time.perf_counter_ns`."""
-
-    start_ns: int
-    end_ns: int
 
 
 class Batch(NamedTuple):
@@ -78,7 +70,7 @@ class CpuExperts:
         if kernel == "rows" and (hidden % MULTIPLE or intermediate % MULTIPLE):
             raise ProfileError(f"CPU kernel rows: sizes {hidden} and {intermediate} must be multiples of {MULTIPLE}")
         self._asked: SimpleQueue[Batch | None] = SimpleQueue()
-        self._answers: SimpleQueue[BatchTimes | Exception] = SimpleQueue()
+        self._answers: SimpleQueue[Exception | None] = SimpleQueue()
         self._is_running = False
         self._thread = Thread(target=self._work, name="cpu-experts", daemon=True)
         self._thread.start()
@@ -99,19 +91,18 @@ class CpuExperts:
         """Whether `wait` would return at once."""
         return not self._answers.empty()
 
-    def wait(self) -> BatchTimes:
-        """Return when the batch that was started has written its results, with the time that it took.
+    def wait(self) -> None:
+        """Return when the batch that was started has written its results.
 
         Raises:
             ProfileError: no batch was started.
         """
         if not self._is_running:
             raise ProfileError("no batch of CPU experts was started")
-        answer = self._answers.get()
+        error = self._answers.get()
         self._is_running = False
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Let the workers end; a running batch is finished first."""
@@ -150,11 +141,10 @@ class CpuExperts:
         run, close = _kernel(self)
         try:
             while (batch := self._asked.get()) is not None:
-                start_ns = perf_counter_ns()
                 try:
                     if batch.experts:
                         run(batch)
-                    self._answers.put(BatchTimes(start_ns, perf_counter_ns()))
+                    self._answers.put(None)
                 except Exception as error:  # raised again in `wait`, by the thread that can act on it
                     self._answers.put(error)
         finally:
@@ -165,7 +155,7 @@ def _kernel(owner: CpuExperts) -> tuple[Callable[[Batch], None], Callable[[], No
     """What runs a batch in this thread, and what ends it."""
     if owner.kernel == "onednn":
         threads = OneDnn(owner.hidden, owner.intermediate, owner.num_workers)
-        return lambda batch: threads.run(batch.experts, batch.ends, batch.rows, batch.hidden, batch.out), threads.close
+        return lambda batch: threads.run(*batch), threads.close
     use_threads(owner.num_workers)
     scratch = _Scratch(owner.hidden, owner.intermediate)
     return scratch.run, lambda: None

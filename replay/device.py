@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,14 +15,7 @@ from torch import Tensor
 from replay.core_state import Core, Handles
 
 Work = Callable[[], None]
-
-
-class Stream(Protocol):
-    """Work that a device does in order."""
-
-    def wait_event(self, event: Event) -> None:
-        """Let what is put on the stream later wait for an event."""
-        ...
+Stream = Any  # work that a device does in order, into which only its events look
 
 
 class Event(Protocol):
@@ -32,12 +25,8 @@ class Event(Protocol):
         """Mark the end of what is on the stream so far; at most once."""
         ...
 
-    def query(self) -> bool:
-        """It has come."""
-        ...
-
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until it has come."""
         ...
 
 

@@ -34,9 +34,6 @@ class _Event:
     def record(self, stream: _Inline | _Queued) -> None:
         stream.put(self._stamp)
 
-    def query(self) -> bool:
-        return self._flag.is_set()
-
     def synchronize(self) -> None:
         self._flag.wait()
 
@@ -51,9 +48,6 @@ class _Inline:
     def put(self, work: Callable[[], object]) -> None:
         work()
 
-    def wait_event(self, event: _Event) -> None:
-        event.synchronize()
-
 
 class _Queued:
     """Work of a thread of its own, in order."""
@@ -65,9 +59,6 @@ class _Queued:
 
     def put(self, work: Callable[[], object]) -> None:
         self._queue.put(work)
-
-    def wait_event(self, event: _Event) -> None:
-        self._queue.put(event.synchronize)
 
     def join(self) -> None:
         self._queue.join()

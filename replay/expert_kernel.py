@@ -27,21 +27,21 @@ class Buffers(NamedTuple):
     out: Tensor  # [T, H] bfloat16 residual stream after the layer
 
 
-def make_buffers(slots: Tensor, num_tokens: int, top_k: int, hidden: int, gates: Tensor | None = None) -> Buffers:
+def make_buffers(slots: Tensor, num_tokens: int, top_k: int, hidden: int) -> Buffers:
     """Buffers for so many tokens, beside these slots."""
     device = slots.device
 
-    def make(count: int, **options: object) -> Tensor:
-        return torch.zeros(count, hidden, dtype=torch.bfloat16, **{"device": device, **options})  # pyright: ignore[reportCallIssue, reportArgumentType]
+    def make(count: int) -> Tensor:
+        return torch.zeros(count, hidden, dtype=torch.bfloat16, device=device)
 
     return Buffers(
         slots,
         x=make(num_tokens),
         stream=make(num_tokens),
         shared=make(num_tokens),
-        gates=torch.zeros(num_tokens, top_k, device=device) if gates is None else gates,
+        gates=torch.zeros(num_tokens, top_k, device=device),
         rows=make(num_tokens * top_k),
-        host_rows=make(num_tokens * top_k, device="cpu", pin_memory=device.type == "cuda"),
+        host_rows=torch.zeros(num_tokens * top_k, hidden, dtype=torch.bfloat16, pin_memory=device.type == "cuda"),
         out=make(num_tokens),
     )
 

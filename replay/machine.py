@@ -14,7 +14,7 @@ from torch import Tensor
 from policies.profile import ProfileError
 from replay.arena import MIB, Arena
 from replay.arrange import Index
-from replay.cpu_experts import Batch, BatchTimes, CpuExperts
+from replay.cpu_experts import Batch, CpuExperts
 from replay.device import Device, Work
 from replay.expert_kernel import ExpertKernels, expert_kernels, make_buffers
 from replay.layer import Extent, Model
@@ -184,11 +184,11 @@ class Machine:
             )
         )
 
-    def wait_cpu(self, meanwhile: Callable[[], None] | None) -> BatchTimes:
+    def wait_cpu(self, meanwhile: Callable[[], None] | None) -> None:
         """Wait until the CPU's rows are there, which the sum over experts reads where they lie."""
         while meanwhile is not None and not self.cpu.has_answer():
             meanwhile()
-        return self.cpu.wait()
+        self.cpu.wait()
 
     def set_layer(self, hidden: Tensor, ids: Tensor, gates: Tensor) -> None:
         """Put the input of one MoE layer where kernels and CPU read it, in place of what model and trace say."""

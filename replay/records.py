@@ -14,6 +14,8 @@ from policies.log import PREFETCH_COUNTS, LogChunk, forward_builder, layer_build
 from replay.core_state import COPY_BEGIN, COPY_END, NUM_COPIES, Arrays
 from tracer.schema import Pass
 
+_CHUNK_FORWARDS = 256  # of one stretch of the log
+
 
 @dataclass(slots=True)
 class LayerRecord:
@@ -49,7 +51,7 @@ class ForwardRecord:
 
 
 def log_of(
-    times_ns: NDArray[np.int64], forwards: list[ForwardRecord], arrays: Arrays, chunk_forwards: int = 256
+    times_ns: NDArray[np.int64], forwards: list[ForwardRecord], arrays: Arrays
 ) -> Iterator[LogChunk]:
     """The log of a run that has ended.
 
@@ -57,7 +59,6 @@ def log_of(
         times_ns: of events, by their numbers.
         forwards: in order, and one behind the last.
         arrays: of the run.
-        chunk_forwards: forwards in one stretch of the log.
     """
     copies = arrays.copies[: arrays.at[NUM_COPIES]]
     spans = times_ns[copies[:, [COPY_BEGIN, COPY_END]]] - times_ns[forwards[0].begin]
@@ -96,7 +97,7 @@ def log_of(
                 "accepted": pass_.num_accepted,
             }
         )
-        if len(rows) == chunk_forwards:
+        if len(rows) == _CHUNK_FORWARDS:
             yield LogChunk(layers.build(), rows.build())
     if len(rows):
         yield LogChunk(layers.build(), rows.build())

@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from replay.device import Work
-
 
 class FakeStream:
     """Work in order; only its time passes."""
@@ -19,9 +17,6 @@ class FakeStream:
     def busy(self, time_ns: float) -> None:
         self.now_ns += round(time_ns)
 
-    def wait_event(self, event: FakeEvent) -> None:
-        self.now_ns = max(self.now_ns, event.time_ns)
-
 
 class FakeEvent:
     def __init__(self) -> None:
@@ -29,9 +24,6 @@ class FakeEvent:
 
     def record(self, stream: FakeStream) -> None:
         self.time_ns = stream.now_ns
-
-    def query(self) -> bool:
-        return True
 
     def synchronize(self) -> None:
         assert self.time_ns >= 0
@@ -48,9 +40,6 @@ class FakeDevice:
     def event(self) -> FakeEvent:
         return FakeEvent()
 
-    def reserve(self, count: int) -> None:
-        pass
-
     def copying(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -58,14 +47,8 @@ class FakeDevice:
         target.copy_(source)
         self.copies.busy(self._latency_ns + source.numel() * source.element_size() * 1e9 / self._bytes_per_s)
 
-    def captured(self, work: Work) -> Work:
-        return work
-
     def ns_between(self, first: FakeEvent, second: FakeEvent) -> int:
         return second.time_ns - first.time_ns
 
     def synchronize(self) -> None:
-        pass
-
-    def close(self) -> None:
         pass

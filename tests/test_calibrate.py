@@ -384,7 +384,7 @@ def measured(shapes=("llada2.0-mini", "llada2.0-flash")):
             decide_ns=4_000.0,
             errors={Design(16, 0, 8): 0.01, Design(16, 0, 16): -0.03},
         )
-        cpu = CpuChoice("rows", 15, {"rows": 6e10}, {15: 6e10}, {(1, 1): time})
+        cpu = CpuChoice("rows", 15, {"rows": 6e10}, {15: 6e10})
         layers = Layers(rate(100_000.0, 50.0, 2.0), costs, {size * MIB: costs.copy})
         found.append(ShapeMeasured(load_shape(name), cpu, layers))
     plain = CopyRate(3_333.4, 55.345678e9, 0.01, 0.03, {MIB: time})

@@ -56,8 +56,7 @@ def test_batches_equal_the_dense_reference(kernel, num_workers):
             loads[0] += 1
             batch = make_batch(loads, seed=seed)
             cpu.start(batch)
-            times = cpu.wait()
-            assert times.start_ns <= times.end_ns
+            cpu.wait()
             assert relative_error(batch.out, reference(batch)) < 0.01  # bfloat16 keeps 8 bits
 
 
