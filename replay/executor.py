@@ -141,8 +141,8 @@ class Run:
                 self._send()
         finally:
             self._let_go()
-        self.forwards.append(ForwardRecord(None, len(self.forwards), int(end)))
-        return log_of(self._device.times_ns(int(self._arrays.at[NUM_EVENTS])), self.forwards, self._arrays)
+        times_ns = self._device.times_ns(int(self._arrays.at[NUM_EVENTS]))
+        return log_of(times_ns, self.forwards, int(end), self._arrays)
 
     def moe_layer(self, step: Step, hidden: Tensor, expert_ids: Tensor, gates: Tensor) -> Tensor:
         """Output of a layer's routed experts, split over hits, transfers and CPU as the policy plans.

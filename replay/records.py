@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,32 +42,35 @@ class LayerRecord:
 
 @dataclass(slots=True)
 class ForwardRecord:
-    """One forward pass and its layers; it ends where the next one begins, and the last record only ends the run."""
+    """One forward pass and its layers; it ends where the next one begins, or the run ends."""
 
-    pass_: Pass | None
+    pass_: Pass
     number: int
     begin: int
     layers: list[LayerRecord] = field(default_factory=list)
 
 
 def log_of(
-    times_ns: NDArray[np.int64], forwards: list[ForwardRecord], arrays: Arrays
+    times_ns: NDArray[np.int64], forwards: Sequence[ForwardRecord], end: int, arrays: Arrays
 ) -> Iterator[LogChunk]:
     """The log of a run that has ended.
 
     Args:
         times_ns: of events, by their numbers.
-        forwards: in order, and one behind the last.
+        forwards: in order.
+        end: event of the run's end.
         arrays: of the run.
     """
-    copies = arrays.copies[: arrays.at[NUM_COPIES]]
-    spans = times_ns[copies[:, [COPY_BEGIN, COPY_END]]] - times_ns[forwards[0].begin]
-    starts, link_busy = _link_busy(times_ns - times_ns[forwards[0].begin], forwards, spans)
     times_ns = times_ns - times_ns[forwards[0].begin]
+    copies = arrays.copies[: arrays.at[NUM_COPIES]]
+    spans = times_ns[copies[:, [COPY_BEGIN, COPY_END]]]
+    begins = [event for forward in forwards for event in (forward.begin, *(layer.end for layer in forward.layers[:-1]))]
+    starts = times_ns[begins]
+    link_busy = _link_busy(starts, times_ns[end], spans)
+    ends = [*(forward.begin for forward in forwards[1:]), end]
     layers, rows, index = layer_builder(), forward_builder(), 0
-    for forward, following in zip(forwards[:-1], forwards[1:], strict=True):
+    for forward, forward_end in zip(forwards, ends, strict=True):
         pass_ = forward.pass_
-        assert pass_ is not None
         about = {
             "forward": forward.number,
             "pass_id": pass_.pass_id,
@@ -90,7 +93,7 @@ def log_of(
                 "pass_id": pass_.pass_id,
                 "kind": int(pass_.kind),
                 "start_ns": times_ns[forward.begin],
-                "end_ns": times_ns[following.begin],
+                "end_ns": times_ns[forward_end],
                 "requests": pass_.requests,
                 "blocks": pass_.blocks,
                 "iterations": pass_.iterations,
@@ -132,16 +135,10 @@ def _row(record: LayerRecord, times_ns: NDArray[np.int64], spans: NDArray[np.int
     }
 
 
-def _link_busy(
-    times_ns: NDArray[np.int64], forwards: list[ForwardRecord], spans: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Start of each layer execution, and the durations of the copies that landed before the next one began."""
-    starts = [
-        event for forward in forwards[:-1] for event in [forward.begin, *(record.end for record in forward.layers[:-1])]
-    ]
-    begins = times_ns[starts]
-    busy = np.zeros(len(begins), np.int64)
-    landed = spans[spans[:, 1] < times_ns[forwards[-1].begin]]  # what lands when the run has ended is of no layer
-    places = np.searchsorted(begins, landed[:, 1], side="right") - 1
+def _link_busy(starts: NDArray[np.int64], end_ns: np.int64, spans: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Durations of the copies that landed during each layer execution; those that land after the run's end are of none."""
+    busy = np.zeros(len(starts), np.int64)
+    landed = spans[spans[:, 1] < end_ns]
+    places = np.searchsorted(starts, landed[:, 1], side="right") - 1
     np.add.at(busy, places, landed[:, 1] - landed[:, 0])
-    return begins, busy
+    return busy
