@@ -34,9 +34,7 @@ class LayerCosts(NamedTuple):
     hits: Rate  # of hits alone, from the plan to the kernel's end: what an expert more takes the GPU is its first rate
     copy: Repeated  # one of a plan's copies, with what lies between them
     cpu: Rate  # by experts and rows
-    roundtrip_ns: (
-        float  # from the CPU's last result until the layer has ended and the host is as far ahead as elsewhere
-    )
+    roundtrip_ns: float  # from the CPU's results until the layer has ended and the host is as far ahead as elsewhere
     after_cpu_ns: float  # part of it: what the next layer's plan comes later
     slowdowns: Slowdowns
     tail: Repeated
@@ -46,7 +44,7 @@ class LayerCosts(NamedTuple):
     @property
     def mean_error(self) -> float:
         """Mean of the errors, whatever their sign."""
-        return _mean([abs(error) for error in self.errors.values()])
+        return _mean(abs(error) for error in self.errors.values())
 
     @property
     def max_error(self) -> float:
@@ -127,9 +125,7 @@ def _without_bias(
 
     It stays within a tenth of what batches took: it is not to make up for what else may be off.
     """
-    both = {d: o for d, o in observed.items() if d.num_on_cpu and d.num_transfers}
-    least = min(_MANY, max((d.num_on_cpu for d in both), default=0))
-    both = {d: o for d, o in both.items() if d.num_on_cpu >= least}
+    both = _large(_with_both(observed))
     if not both:
         return costs
     found = max(1.0, costs.slowdowns.cpu)
@@ -166,21 +162,25 @@ def charged_ns(costs: LayerCosts, design: Design, top_k: int, transfer_chunk: in
 
 
 def _slowdowns(observed: Mapping[Design, Observed], cpu: Rate, first_copy_ns: float) -> Slowdowns:
-    """What copies and batches cost each other: means over the designs that have both, each against it alone.
-
-    Batches of few experts are left out where there are larger ones: they end before many copies have begun.
-    """
-    both = {d: o for d, o in observed.items() if d.num_on_cpu and d.num_transfers}
+    """What copies and batches cost each other: means over the designs that have both, each against it alone."""
+    both = _with_both(observed)
     alone_ns = _mean(o.copy.mean_ns for d, o in observed.items() if o.copy and not d.num_on_cpu)
     beside_ns = _mean(o.copy.mean_ns for o in both.values() if o.copy)
     h2d = beside_ns / alone_ns if alone_ns > 0 and beside_ns > 0 else 1.0
-    least = min(_MANY, max((d.num_on_cpu for d in both), default=0))
     ratios = [
-        (o.cpu.mean_ns - first_copy_ns) / max(1.0, cpu.ns(*_cpu_size(d)))
-        for d, o in both.items()
-        if o.cpu and d.num_on_cpu >= least
+        (o.cpu.mean_ns - first_copy_ns) / max(1.0, cpu.ns(*_cpu_size(d))) for d, o in _large(both).items() if o.cpu
     ]
     return Slowdowns(h2d, _mean(ratios) if ratios else 1.0)
+
+
+def _with_both(observed: Mapping[Design, Observed]) -> dict[Design, Observed]:
+    return {d: o for d, o in observed.items() if d.num_on_cpu and d.num_transfers}
+
+
+def _large(both: Mapping[Design, Observed]) -> dict[Design, Observed]:
+    """Without batches of few experts where there are larger ones: they end before many copies have begun."""
+    least = min(_MANY, max((d.num_on_cpu for d in both), default=0))
+    return {d: o for d, o in both.items() if d.num_on_cpu >= least}
 
 
 def _cpu_size(design: Design) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -113,21 +113,8 @@ def _execution(layers: Table, row: int) -> Execution:
 
 
 def _observed(found: Sequence[Execution]) -> Observed:
-    def needed(name: str) -> Repeated:
-        return Repeated.of([getattr(execution, name) for execution in found])
-
-    def if_any(name: str) -> Repeated | None:
+    parts: dict[str, Any] = {}
+    for name in Observed._fields[:-1]:
         values = [value for execution in found if (value := getattr(execution, name)) is not None]
-        return Repeated.of(values) if values else None
-
-    return Observed(
-        needed("before"),
-        needed("hits"),
-        needed("total"),
-        if_any("first_copy"),
-        if_any("copies"),
-        if_any("copy"),
-        if_any("after_copies"),
-        if_any("cpu"),
-        2 * sum(execution.ends_by_cpu for execution in found) > len(found),
-    )
+        parts[name] = Repeated.of(values) if values else None
+    return Observed(**parts, ends_by_cpu=2 * sum(execution.ends_by_cpu for execution in found) > len(found))
