@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from replay.arena import Arena
+from replay.arena import MIB, Arena
 from replay.calibrate_cpu import CpuBatches, CpuChoice, choose_kernel, read_bytes_per_s
 from replay.calibrate_gpu import flops_per_s
 from replay.calibrate_layers import Layers, choose_designs, measure_layers, residents_of
-from replay.calibrate_link import MIB, CopyRate, HostPool, PlainCopies, demand_rate, measure_copies
+from replay.calibrate_link import CopyRate, HostPool, PlainCopies, demand_rate, measure_copies
 from replay.calibrate_settings import Settings
 from replay.cpu_experts import check_workers, instructions
 from replay.device import Device, open_device

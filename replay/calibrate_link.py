@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from policies.profile import ProfileError
+from replay.arena import MIB
 from replay.device import Device
 from replay.fits import fit
 from replay.repeats import Repeated
-
-MIB = 2**20
+from tracer.memory import free_bytes
 
 
 class CopyRate(NamedTuple):
@@ -75,7 +75,7 @@ class PlainCopies:
     def __init__(self, device: Device, slot_bytes: int, num_slots: int) -> None:
         self._device, self.slot_bytes = device, slot_bytes
         where, needed = device.torch_device, slot_bytes * num_slots
-        if where.type == "cuda" and needed > (free := torch.cuda.mem_get_info(where)[0]):
+        if needed > (free := free_bytes(where)):
             raise ProfileError(f"{where}: {needed / MIB:.0f} MiB are needed, {free / MIB:.0f} MiB are free")
         self._slots = torch.zeros(num_slots, slot_bytes // 2, dtype=torch.bfloat16, device=where)
         device.synchronize()

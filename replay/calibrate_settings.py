@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from replay.calibrate_link import MIB
+from replay.arena import MIB
 from replay.cpu_experts import default_workers
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from policies.profile import NON_EXPERT_BYTES, HardwareProfile, Roofline, ShapeCosts, layer_weights
+from replay.arena import MIB
 from replay.calibrate import Measured, ShapeMeasured, in_us
 from replay.calibrate_costs import LayerCosts
 from replay.calibrate_layers import TRANSFER_CHUNK
-from replay.calibrate_link import MIB
 from replay.calibrate_plans import Design
 from replay.repeats import Repeated
 

@@ -18,6 +18,7 @@ from replay.cpu_experts import Batch, CpuExperts
 from replay.device import Device, Work
 from replay.expert_kernel import ExpertKernels, expert_kernels, make_buffers
 from replay.layer import Extent, Model
+from tracer.memory import free_bytes
 from tracer.schema import ModelShape, Pass
 
 FACTORS = (1, 2, 4)
@@ -285,7 +286,7 @@ def num_steps(passes: Sequence[Pass], num_layers: int) -> int:
 def _require_room(layout: Layout, where: torch.device) -> None:
     if where.type != "cuda":
         return
-    free = torch.cuda.mem_get_info(where)[0]
+    free = int(free_bytes(where))
     if layout.slot_bytes > free:
         one = layout.slot_bytes // layout.num_slots
         raise ProfileError(

@@ -20,13 +20,14 @@ from experiments.calibrate_policies import read_routing
 from experiments.profiles import load_profile, load_shape, names, profile_from_dict
 from policies.profile import ProfileError
 from replay import calibrate, cpu_experts, link_state
+from replay.arena import MIB
 from replay.arrange import Index
 from replay.calibrate import Measured, ShapeMeasured, busy_link, machine_of
 from replay.calibrate_costs import LayerCosts, Slowdowns
 from replay.calibrate_cpu import CpuBatches, CpuChoice, choose_kernel, read_bytes_per_s
 from replay.calibrate_gpu import flops_per_s, measure_layer, row_ns
 from replay.calibrate_layers import Layers
-from replay.calibrate_link import MIB, CopyRate, HostPool, PlainCopies, demand_rate, measure_copies
+from replay.calibrate_link import CopyRate, HostPool, PlainCopies, demand_rate, measure_copies
 from replay.calibrate_plans import Design
 from replay.calibrate_settings import QUICK
 from replay.calibrated import notes_of, profile_of
