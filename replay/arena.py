@@ -84,7 +84,7 @@ class Arena:
         padding: int = 0,
         pinned: bool = False,
         allow_pageable: bool = False,
-        progress: Callable[[int], None] | None = None,
+        progress: Callable[[int], object] | None = None,
     ) -> None:
         total = num_layers * num_experts
         self.num_distinct = total if num_distinct is None else num_distinct
@@ -94,7 +94,7 @@ class Arena:
         _require_room(self.budget)
         self.is_pinned = pinned
         self._chunks: list[Tensor] = []
-        self._progress = progress or _ignore
+        self._progress = progress
         try:
             self._allocate(pinned)
         except RuntimeError as error:
@@ -116,7 +116,7 @@ class Arena:
         every = [flat[i % self.num_distinct] for i in range(total)]
         self.experts = [every[i : i + num_experts] for i in range(0, total, num_experts)]  # [L][E]
 
-    def fill(self, seed: int = 0, progress: Callable[[int], None] | None = None) -> None:
+    def fill(self, seed: int = 0, progress: Callable[[int], object] | None = None) -> None:
         """Draw weights, all distinct: one block of random numbers, turned by another length for each expert.
 
         Args:
@@ -136,7 +136,8 @@ class Arena:
     def _allocate(self, pinned: bool) -> None:
         for num_bytes in self.budget.chunks:
             self._chunks.append(torch.empty(num_bytes // 2, dtype=torch.bfloat16, pin_memory=pinned))
-            self._progress(num_bytes)
+            if self._progress is not None:
+                self._progress(num_bytes)
 
     def _at(self, index: int, numel: int) -> Tensor:
         chunk, place = self._places[index]
@@ -156,10 +157,6 @@ def _clear_pending_error() -> None:
     """Take back the error that a failed pinning leaves behind, which the next kernel would report as its own."""
     if torch.cuda.is_available():
         torch.cuda.cudart().cudaGetLastError()
-
-
-def _ignore(_: int) -> None:
-    pass
 
 
 def _first(error: BaseException) -> str:

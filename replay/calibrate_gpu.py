@@ -12,7 +12,7 @@ from replay.machine import Machine
 from replay.repeats import Repeated, repeated, repeated_by_size
 
 
-def row_ns(device: Device, launch: Callable[[int], None], count: int) -> float:
+def row_ns(device: Device, launch: Callable[[int], object], count: int) -> float:
     """Mean time of one of `count` launches in a row, each given its number, on a device that is busy when it begins."""
     start, end = device.event(), device.event()
     launch(0)
@@ -43,7 +43,7 @@ def measure_layer(
 
     def layer_ns(extent: Extent) -> float:
         number = numbers[extent]
-        return row_ns(machine.device, lambda i: _ignore(machine.start_layer(number, i % num_layers)), count)
+        return row_ns(machine.device, lambda i: machine.start_layer(number, i % num_layers), count)
 
     with torch.inference_mode():
         return repeated_by_size(layer_ns, extents, repeats)
@@ -54,9 +54,5 @@ def flops_per_s(device: Device, repeats: int, count: int) -> float:
     where = device.torch_device
     size = 8192 if where.type == "cuda" else 256
     left, right = (torch.randn(size, size, device=where).to(torch.bfloat16) for _ in range(2))
-    time = repeated(lambda: row_ns(device, lambda _: _ignore(torch.mm(left, right)), count), repeats)
+    time = repeated(lambda: row_ns(device, lambda _: torch.mm(left, right), count), repeats)
     return 2e9 * size**3 / time.median_ns
-
-
-def _ignore(_: object) -> None:
-    pass

@@ -37,7 +37,7 @@ def find_experts(directory: Path, shape: ModelShape) -> list[list[list[Place]]]:
     ]
 
 
-def load_experts(arena: Arena, directory: Path, shape: ModelShape, progress: Callable[[int], None]) -> None:
+def load_experts(arena: Arena, directory: Path, shape: ModelShape, progress: Callable[[int], object]) -> None:
     """Copy a checkpoint's experts into the arena.
 
     Args:

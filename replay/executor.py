@@ -116,7 +116,7 @@ class Run:
         self._load_residents()
 
     def log(
-        self, passes: Sequence[Pass], forwards: Sequence[Forward], progress: Callable[[int], None] | None = None
+        self, passes: Sequence[Pass], forwards: Sequence[Forward], progress: Callable[[int], object] | None = None
     ) -> Iterator[LogChunk]:
         """Run passes, and hand on what was measured when all have run.
 

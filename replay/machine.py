@@ -94,7 +94,7 @@ class Machine:
         device: Device,
         arena: Arena,
         passes: Sequence[Pass],
-        progress: Callable[[int], None] | None = None,
+        progress: Callable[[int], object] | None = None,
     ) -> None:
         self.layout, self.device, self.arena = layout, device, arena
         self.extents = [Extent.of(pass_) for pass_ in passes]
@@ -229,7 +229,7 @@ class Machine:
             for count in sorted({extent.total for extent in self.extents})
         }
 
-    def _make_works(self, kernels: ExpertKernels, progress: Callable[[int], None] | None) -> Works:
+    def _make_works(self, kernels: ExpertKernels, progress: Callable[[int], object] | None) -> Works:
         add, layout = self.device.add, self.layout
 
         def hits() -> None:

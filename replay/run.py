@@ -36,7 +36,7 @@ def replay(
     slots: int,
     estimates: Estimates,
     staging: int,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> Replayed:
     """Run a policy over the first passes of a machine, with real copies, kernels and CPU experts.
 
