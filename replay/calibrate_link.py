@@ -119,10 +119,8 @@ def measure_copies(
         if repeat == 0 or repeat % repeats:
             continue
         times = {size: Repeated.of(found) for size, found in samples.items()}
-        found = fit([1, list(sizes)], [times[size].median_ns for size in sizes])
-        latency_ns, byte_ns = found.coefficients
-        if byte_ns > 0:
-            return CopyRate(float(latency_ns), 1e9 / float(byte_ns), found.mean_error, found.max_error, times)
+        if rate := _rate_of(times, [time.median_ns for time in times.values()]):
+            return rate
     found_us = ", ".join(
         f"{size / MIB:g} MiB in {np.median(of_size) / 1000:.0f} us" for size, of_size in samples.items()
     )
@@ -134,12 +132,16 @@ def demand_rate(times: dict[int, Repeated], plain: CopyRate) -> CopyRate:
 
     Where larger ones took no longer, which is noise of a busy machine, the bandwidth is that of plain copies.
     """
-    sizes = list(times)
-    found = fit([1, sizes], [times[size].mean_ns for size in sizes])
-    latency_ns, byte_ns = found.coefficients
-    if byte_ns > 0:
-        return CopyRate(float(latency_ns), 1e9 / float(byte_ns), found.mean_error, found.max_error, times)
-    rests = [times[size].mean_ns - size * 1e9 / plain.bytes_per_s for size in sizes]
+    if rate := _rate_of(times, [time.mean_ns for time in times.values()]):
+        return rate
+    rests = [time.mean_ns - size * 1e9 / plain.bytes_per_s for size, time in times.items()]
     rate = plain._replace(latency_ns=max(0.0, float(np.mean(rests))), times=times)
-    errors = [abs(rate.copy_ns(size) / times[size].mean_ns - 1) for size in sizes]
+    errors = [abs(rate.copy_ns(size) / time.mean_ns - 1) for size, time in times.items()]
     return rate._replace(mean_error=float(np.mean(errors)), max_error=float(np.max(errors)))
+
+
+def _rate_of(times: dict[int, Repeated], times_ns: Sequence[float]) -> CopyRate | None:
+    """Latency and bandwidth through one time of each size; None where larger copies take no longer."""
+    found = fit([1, list(times)], times_ns)
+    latency_ns, byte_ns = found.coefficients.tolist()
+    return CopyRate(latency_ns, 1e9 / byte_ns, found.mean_error, found.max_error, times) if byte_ns > 0 else None

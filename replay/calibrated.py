@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from policies.profile import NON_EXPERT_BYTES, HardwareProfile, Roofline, ShapeCosts, layer_weights
 from replay.arena import MIB
@@ -50,11 +51,11 @@ def profile_of(
         h2d_pageable_bytes_per_s=_significant(measured.pageable.bytes_per_s),
         cpu_workers=shapes[0].cpu.num_workers,
         cpu_kernel=shapes[0].cpu.kernel,
-        gate_sync_ns=round(_mean([cost.gate_sync_ns for cost in costs])),
-        cpu_roundtrip_ns=round(_mean([cost.roundtrip_ns for cost in costs])),
+        gate_sync_ns=round(fmean(cost.gate_sync_ns for cost in costs)),
+        cpu_roundtrip_ns=round(fmean(cost.roundtrip_ns for cost in costs)),
         policy_ns={policy: round(time_ns) for policy, time_ns in policy_ns.items()},
-        h2d_slowdown=round(max(1.0, _mean([cost.slowdowns.h2d for cost in costs])), 3),
-        cpu_slowdown=round(max(1.0, _mean([cost.slowdowns.cpu for cost in costs])), 3),
+        h2d_slowdown=round(max(1.0, fmean(cost.slowdowns.h2d for cost in costs)), 3),
+        cpu_slowdown=round(max(1.0, fmean(cost.slowdowns.cpu for cost in costs)), 3),
         transfer_chunk=TRANSFER_CHUNK,
         shapes=tuple(_shape_costs(found) for found in shapes),
         assumed=("roofline.kernels_per_layer", "roofline.kernels_per_tail", *(() if policy_ns else ("policy_ns",))),
@@ -154,7 +155,7 @@ def _shape_notes(found: ShapeMeasured, read_bytes_per_s: float) -> list[str]:
         f"{costs.slowdowns.cpu:.2f} times as long.",
         f"{len(costs.errors)} designs of layers by these costs: off by {costs.mean_error:.1%} on average, {costs.max_error:.1%} "
         "at most. Mean error:",
-        "  " + ", ".join(f"{kind} {_mean(errors):+.1%}" for kind, errors in _by_kind(costs).items()),
+        "  " + ", ".join(f"{kind} {fmean(errors):+.1%}" for kind, errors in _by_kind(costs).items()),
         "Each, by tokens:hits:copies:CPU experts x rows of each:",
         *_lines(f"{_short(design)} {error:+.1%}" for design, error in sorted(costs.errors.items())),
     ]
@@ -185,7 +186,3 @@ def _lines(cells: Iterable[str]) -> list[str]:
             lines.append("")
         lines[-1] += f"  {cell}"
     return lines
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
