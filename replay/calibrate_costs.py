@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from replay.calibrate_log import Observed
-from replay.calibrate_plans import Design, Extent
+from replay.calibrate_plans import Design, PassSize
 from replay.fits import Rate, rate_of
 from replay.repeats import Repeated
 
@@ -27,7 +27,7 @@ class LayerCosts(NamedTuple):
     and what comes before it beyond the layer's own part and the decision is `gate_sync_ns`.
     """
 
-    layer_ns: Mapping[Extent, float]  # measured, where designs are
+    layer_ns: Mapping[PassSize, float]  # measured, where designs are
     gate_sync_ns: float  # from the end of the layer's own part to t2, without the decision
     first_copy_ns: float  # part of it: from the plan to the first copy
     kernel: Rate  # by experts and rows, over hits and over chunks: launch, kernel and the sum over experts
@@ -55,7 +55,7 @@ class LayerCosts(NamedTuple):
 def layer_costs(
     observed: Mapping[Design, Observed],
     tail: Repeated,
-    layer_ns: Mapping[Extent, float],
+    layer_ns: Mapping[PassSize, float],
     decide_ns: float,
     top_k: int,
     transfer_chunk: int,
@@ -78,11 +78,11 @@ def layer_costs(
     computed = {d: o for d, o in observed.items() if d.num_on_cpu and not d.num_transfers}
     first_copy_ns = max(0.0, _mean(o.first_copy.mean_ns for o in copied.values() if o.first_copy))
     # the host is ahead of the GPU in layers with copies: where it is not, kernels and roundtrip carry that
-    waits = [_wait(o, layer_ns[d.extent], decide_ns) for d, o in copied.items()]
+    waits = [_wait(o, layer_ns[d.pass_size], decide_ns) for d, o in copied.items()]
     gate_sync_ns = max(0.0, _mean(waits) + first_copy_ns)
 
     def after_t2(design: Design) -> float:
-        return observed[design].total.mean_ns - layer_ns[design.extent] - gate_sync_ns - decide_ns
+        return observed[design].total.mean_ns - layer_ns[design.pass_size] - gate_sync_ns - decide_ns
 
     kernels = {d.last_chunk(top_k, transfer_chunk): o.after_copies for d, o in copied.items() if o.after_copies}
     kernels |= {(d.num_hits, d.hit_rows(top_k)): _at(after_t2(d), o.total) for d, o in only_hits.items()}
@@ -102,7 +102,7 @@ def layer_costs(
         copy=demand_copy(observed),
         cpu=cpu,
         roundtrip_ns=max(0.0, _mean(after_t2(d) - cpu_times[_cpu_size(d)].mean_ns for d in last)),
-        after_cpu_ns=max(0.0, _mean(_wait(observed[d], layer_ns[d.extent], decide_ns) for d in last) - _mean(waits)),
+        after_cpu_ns=max(0.0, _mean(_wait(observed[d], layer_ns[d.pass_size], decide_ns) for d in last) - _mean(waits)),
         slowdowns=_slowdowns(observed, cpu, first_copy_ns),
         tail=tail,
         decide_ns=decide_ns,
@@ -158,7 +158,7 @@ def charged_ns(costs: LayerCosts, design: Design, top_k: int, transfer_chunk: in
     if design.num_transfers:  # earlier chunks run while copies go on
         gpu_ns = max(gpu_ns, landed_ns) + costs.kernel.ns(*design.last_chunk(top_k, transfer_chunk))
     cpu_ns = batch_ns + costs.roundtrip_ns if design.num_on_cpu else 0.0
-    return costs.layer_ns[design.extent] + costs.gate_sync_ns + costs.decide_ns + max(gpu_ns, cpu_ns)
+    return costs.layer_ns[design.pass_size] + costs.gate_sync_ns + costs.decide_ns + max(gpu_ns, cpu_ns)
 
 
 def _slowdowns(observed: Mapping[Design, Observed], cpu: Rate, first_copy_ns: float) -> Slowdowns:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from replay.calibrate_plans import Extent
+from replay.calibrate_plans import PassSize
 from replay.device import Device
 from replay.machine import Machine
 from replay.repeats import Repeated, repeated, repeated_by_size
@@ -25,28 +25,28 @@ def row_ns(device: Device, launch: Callable[[int], object], count: int) -> float
 
 
 def measure_layer(
-    machine: Machine, first: int, extents: Sequence[Extent], repeats: int, count: int
-) -> dict[Extent, Repeated]:
-    """What the executor launches at a layer's start, up to the copies of its ids to the host, by the pass's extent.
+    machine: Machine, first: int, sizes: Sequence[PassSize], repeats: int, count: int
+) -> dict[PassSize, Repeated]:
+    """What the executor launches at a layer's start, up to the copies of its ids to the host, by the pass's size.
 
     Where the host launches more slowly than the GPU runs, it is the time of launching, as it would be in a run.
 
     Args:
-        machine: some of whose passes have these extents.
-        first: the first of these passes; one for each extent, in their order.
-        extents: tokens and committed positions.
+        machine: some of whose passes have these sizes.
+        first: the first of these passes; one for each size, in their order.
+        sizes: tokens and committed positions.
         repeats: of each.
         count: layers in a row.
     """
-    numbers = {extent: first + i for i, extent in enumerate(extents)}
+    numbers = {size: first + i for i, size in enumerate(sizes)}
     num_layers = machine.layout.num_layers
 
-    def layer_ns(extent: Extent) -> float:
-        number = numbers[extent]
+    def layer_ns(size: PassSize) -> float:
+        number = numbers[size]
         return row_ns(machine.device, lambda i: machine.start_layer(number, i % num_layers), count)
 
     with torch.inference_mode():
-        return repeated_by_size(layer_ns, extents, repeats)
+        return repeated_by_size(layer_ns, sizes, repeats)
 
 
 def flops_per_s(device: Device, repeats: int, count: int) -> float:

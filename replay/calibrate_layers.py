@@ -66,8 +66,8 @@ def measure_layers(
     num_residents = residents_of(settings, shape)
     designs = choose_designs(settings, shape, num_residents, copies_per_expert)
     made = designed(shape, settings.num_layers, num_residents, designs)
-    extents = list(product(settings.tokens, settings.kv_lens))
-    passes = [*made.passes, *grid_passes(shape, settings.num_layers, extents)]
+    sizes = list(product(settings.tokens, settings.kv_lens))
+    passes = [*made.passes, *grid_passes(shape, settings.num_layers, sizes)]
     layout = Layout(
         shape,
         settings.num_layers,
@@ -81,7 +81,7 @@ def measure_layers(
     )
     machine = Machine(layout, open_device(device), arena, passes)
     try:
-        layer = measure_layer(machine, len(designs), extents, settings.repeats, settings.count)
+        layer = measure_layer(machine, len(designs), sizes, settings.repeats, settings.count)
         say(f"{len(designs)} designs of layers in the executor")
         repeats = {1: settings.run_repeats, 2: max(1, settings.run_repeats // 4)}
         runs = {factor: _runs(machine, made, factor, repeats[factor]) for factor in _FACTORS}
@@ -89,7 +89,7 @@ def measure_layers(
         machine.close()
     observed, tail = observe([chunks for chunks, _ in runs[1]], designs)
     decide_ns = float(np.median([decide_us for _, decide_us in runs[1]])) * 1e3
-    layer_ns = {extent: time.mean_ns for extent, time in layer.items()}
+    layer_ns = {size: time.mean_ns for size, time in layer.items()}
     costs = layer_costs(observed, tail, layer_ns, decide_ns, shape.top_k, TRANSFER_CHUNK)
     padded, _ = observe([chunks for chunks, _ in runs[2]], designs)
     expert_bytes = shape.expert_bytes("bfloat16")

@@ -13,7 +13,7 @@ from policies.contract import Policy, plain_plan
 from policies.jit import jit
 from tracer.schema import ForwardKind, ModelShape, Pass
 
-Extent = tuple[int, int]  # tokens and committed positions of a pass
+PassSize = tuple[int, int]  # tokens and committed positions of a pass
 
 
 class Design(NamedTuple):
@@ -27,7 +27,7 @@ class Design(NamedTuple):
     cpu_load: int = 1  # rows of each CPU expert
 
     @property
-    def extent(self) -> Extent:
+    def pass_size(self) -> PassSize:
         """Of its passes."""
         return self.num_tokens, self.kv_len
 
@@ -171,9 +171,9 @@ def pass_of(number: int, expert_ids: NDArray[np.int64], kv_len: int) -> Pass:
     )
 
 
-def grid_passes(shape: ModelShape, num_layers: int, extents: Sequence[Extent]) -> Iterator[Pass]:
+def grid_passes(shape: ModelShape, num_layers: int, sizes: Sequence[PassSize]) -> Iterator[Pass]:
     """A pass of each number of tokens and committed positions, whose routing does not matter."""
-    for number, (num_tokens, kv_len) in enumerate(extents):
+    for number, (num_tokens, kv_len) in enumerate(sizes):
         ids = np.broadcast_to(np.arange(shape.top_k), (num_layers, num_tokens, shape.top_k))
         yield pass_of(number, ids, kv_len)
 

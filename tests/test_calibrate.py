@@ -202,11 +202,11 @@ class OneLayer:
 
 
 def test_a_layers_start_of_known_cost():
-    extents = list(itertools.product([4, 16], [0, 512]))
-    costs = [200_000 + 400 * tokens + 30 * kv_len for tokens, kv_len in extents]
+    sizes = list(itertools.product([4, 16], [0, 512]))
+    costs = [200_000 + 400 * tokens + 30 * kv_len for tokens, kv_len in sizes]
     machine = OneLayer(FakeDevice(), lambda number: costs[number - 7])
-    found = measure_layer(machine, 7, extents, repeats=2, count=5)
-    assert {extent: time.mean_ns for extent, time in found.items()} == dict(zip(extents, costs, strict=True))
+    found = measure_layer(machine, 7, sizes, repeats=2, count=5)
+    assert {size: time.mean_ns for size, time in found.items()} == dict(zip(sizes, costs, strict=True))
     assert rate_of(found).coefficients_ns == pytest.approx((200_000, 400, 30))
     assert {layer for _, layer in machine.started} == {0, 1, 2}  # whose weights no cache holds
 

@@ -70,7 +70,7 @@ def found():
     chosen = designs()
     made = designed(a_shape(), LAYERS, 64, chosen)
     observed, tail = observe([simulated(made)], chosen)
-    known = {design.extent: float(layer_ns(COSTS, *design.extent)) for design in chosen}
+    known = {design.pass_size: float(layer_ns(COSTS, *design.pass_size)) for design in chosen}
     return layer_costs(observed, tail, known, COSTS.policy_ns, TOP_K, CHUNK)
 
 
@@ -116,7 +116,7 @@ def test_layers_with_both_are_right_on_average_within_a_tenth_of_what_batches_to
     for design in both:
         total = factor * observed[design].total.mean_ns
         observed[design] = observed[design]._replace(total=Repeated(total, 0.0, total))
-    known = {design.extent: own_part_ns(*design.extent) for design in chosen}
+    known = {design.pass_size: own_part_ns(*design.pass_size) for design in chosen}
     found = layer_costs(observed, tail, known, COSTS.policy_ns, TOP_K, CHUNK)
     bias = np.mean([found.errors[design] for design in both])
     assert (abs(bias) < 1e-6) == is_met
@@ -163,7 +163,7 @@ def executed(design):
 def test_what_rules_do_not_have_is_charged_where_it_is_paid():
     chosen = [design for design in designs() if not (design.num_on_cpu and design.num_transfers)]
     observed = {design: executed(design) for design in chosen}
-    known = {design.extent: 200_000.0 for design in chosen}
+    known = {design.pass_size: 200_000.0 for design in chosen}
     found = layer_costs(observed, Repeated(1.0, 0.0, 1.0), known, DECIDE, TOP_K, CHUNK)
     assert found.gate_sync_ns == WAIT + FIRST_COPY
     assert found.first_copy_ns == FIRST_COPY
@@ -179,7 +179,7 @@ def test_what_rules_do_not_have_is_charged_where_it_is_paid():
 def test_errors_are_of_charged_against_measured():
     chosen = [design for design in designs() if not (design.num_on_cpu and design.num_transfers)]
     observed = {design: executed(design) for design in chosen}
-    known = {design.extent: 200_000.0 for design in chosen}
+    known = {design.pass_size: 200_000.0 for design in chosen}
     found = layer_costs(observed, Repeated(1.0, 0.0, 1.0), known, DECIDE, TOP_K, CHUNK)
     for design, error in found.errors.items():
         assert charged_ns(found, design, TOP_K, CHUNK) == pytest.approx(observed[design].total.mean_ns * (1 + error))
