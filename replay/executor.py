@@ -7,7 +7,6 @@ from time import perf_counter_ns
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from policies.contract import Estimates, Plan, Policy, PolicyError, Step
@@ -16,8 +15,8 @@ from policies.profile import ProfileError
 from policies.residents import Residents
 from policies.steps import Forward, end_of, step_at
 from replay.asking import Asking
-from replay.core_commands import COPY_ON_DEVICE, has_come
-from replay.core_link import begin, poll, settle
+from replay.core_commands import COPY_ON_DEVICE
+from replay.core_link import begin, settle
 from replay.core_plan import (
     FIRST_COPY,
     HITS_EVENT,
@@ -30,23 +29,10 @@ from replay.core_plan import (
     begin_after,
     finish,
 )
-from replay.core_queue import issue
 from replay.core_slots import forget_evicted, take
-from replay.core_state import (
-    IS_HELD,
-    NUM_COMMANDS,
-    NUM_EVENTS,
-    Arrays,
-    Told,
-    arrays_of,
-    command,
-    core_of,
-    launch,
-    most_events,
-    record_compute,
-    with_room,
-)
+from replay.core_state import IS_HELD, Told, arrays_of, command, launch, record_compute
 from replay.device import without_collection
+from replay.issuer import Issuer
 from replay.machine import Machine
 from replay.records import ForwardRecord, LayerRecord, log_of
 from tracer.schema import ModelShape, Pass
@@ -99,18 +85,14 @@ class Run:
             raise ProfileError(f"{policy.name} needs {needed} slots, the machine has {layout.num_slots}")
         self._asking = Asking(policy, self._residents)
         self._has_score = getattr(self._residents.state, "score", None) is not None
-        num_executions = num_forwards * layout.num_layers
-        device.reserve(most_events(layout.num_experts))
-        device.forget()
-        self._arrays = arrays_of(
-            *(self._residents, staging, num_executions, machine.targets(), machine.sources()),
+        arrays = arrays_of(
+            *(self._residents, staging, num_forwards * layout.num_layers, machine.targets(), machine.sources()),
             copy_bytes=machine.copy_bytes,
             waits=policy.prefetches,
         )
         index = machine.index
-        self._told = Told(index.array, index.layout, index.cpu_tokens, index.cpu_ends, machine.works.groups)
-        self._core = core_of(self._arrays, device.handles(), self._told)
-        self._due: list[tuple[int, NDArray[np.int64], NDArray[np.float64]]] = []  # prefetches, at a time of the host
+        told = Told(index.array, index.layout, index.cpu_tokens, index.cpu_ends, machine.works.groups)
+        self._issuer = Issuer(device, arrays, told, policy.prefetches)
         self._is_cpu_busy = False
         self.forwards: list[ForwardRecord] = []
         self._load_residents()
@@ -130,19 +112,18 @@ class Run:
         """
         activated = sum(int(np.count_nonzero(forward.load)) for forward in forwards)
         events = _EVENTS_PER_EXPERT * activated + _EVENTS_PER_LAYER * len(passes) * self._machine.layout.num_layers
-        self._reserve(int(events) + most_events(self._machine.layout.num_experts))
+        self._issuer.reserve(int(events))
         try:
             with torch.inference_mode(), without_collection():
                 for pass_, forward in zip(passes, forwards, strict=True):
                     self._run_forward(pass_, forward)
                     if progress is not None:
                         progress(1)
-                end = record_compute(self._core)
-                self._send()
+                end = record_compute(self._issuer.core)
+                self._issuer.send()
         finally:
             self._let_go()
-        times_ns = self._device.times_ns(int(self._arrays.at[NUM_EVENTS]))
-        return log_of(times_ns, self.forwards, int(end), self._arrays)
+        return log_of(self._device.times_ns(self._issuer.num_events), self.forwards, int(end), self._issuer.arrays)
 
     def moe_layer(self, step: Step, hidden: Tensor, expert_ids: Tensor, gates: Tensor) -> Tensor:
         """Output of a layer's routed experts, split over hits, transfers and CPU as the policy plans.
@@ -158,52 +139,51 @@ class Run:
         """
         num_tokens = len(hidden)
         self._machine.set_layer(hidden, expert_ids, gates)
-        begin(self._core, step.layer)
+        begin(self._issuer.core, step.layer)
         fetch = int(self._machine.works.groups[-1])  # in the place of another layer
         self._serve(step, num_tokens, fetch)
         self._let_go()
-        settle(self._core)
+        settle(self._issuer.core)
         return self._machine.buffers.out[:num_tokens].clone()
 
     def _load_residents(self) -> None:
-        core, arrays = self._core, self._arrays
+        core, arrays = self._issuer.core, self._issuer.arrays
         for layer, expert in np.argwhere(arrays.resident).tolist():
             take(core, layer, expert)
             target = arrays.targets[arrays.slot_of[layer, expert]]
             command(core, COPY_ON_DEVICE, target, arrays.sources[layer, expert], self._machine.copy_bytes)
-            self._send()
+            self._issuer.send()
         self._device.synchronize()
 
     def _run_forward(self, pass_: Pass, forward: Forward) -> None:
-        machine, works = self._machine, self._machine.works
+        machine, works, issuer = self._machine, self._machine.works, self._issuer
         extent, number, last = machine.extents[forward.number], len(self.forwards), machine.layout.num_layers - 1
-        core = self._core
+        core = issuer.core
         note = ForwardRecord(pass_, number, int(record_compute(core)))
         for target, source, num_bytes in machine.routing(forward.number):
             command(core, COPY_ON_DEVICE, target, source, num_bytes)
         begin(core, 0)
         launch(core, works.layer[extent, 0])
         gate = int(record_compute(core))
-        self._send()
+        issuer.send()
         for layer in range(last + 1):
-            self._make_room()  # while the device is busy
-            self._wait(gate)
+            issuer.make_room()  # while the device is busy
+            issuer.wait(gate)
             following = works.layer[extent, layer + 1] if layer < last else works.tail[extent]
             record, gate = self._serve(step_at(forward, layer), extent.total, following)
             note.layers.append(record)
             if layer < last:
-                begin_after(self._core, record.end, layer + 1)
-        self._wait(gate)
-        core = self._core
-        settle(core)
-        before = self._arrays.resident.copy()
+                begin_after(issuer.core, record.end, layer + 1)
+        issuer.wait(gate)
+        settle(issuer.core)
+        before = self._residents.resident.copy()
         self._residents.boundary(end_of(forward))
-        forget_evicted(core, before)
+        forget_evicted(issuer.core, before)
         self.forwards.append(note)
 
     def _serve(self, step: Step, num_tokens: int, following: int) -> tuple[LayerRecord, int]:
         """From the ids of a gate to the launch of what follows the layer; returns the event of that, too."""
-        machine, core, arrays = self._machine, self._core, self._arrays
+        machine, issuer, core = self._machine, self._issuer, self._issuer.core
         start_ns = perf_counter_ns()
         free_slots = settle(core)
         decide_ns = perf_counter_ns()
@@ -216,24 +196,24 @@ class Run:
         )
         noted = answer.tolist()
         acts_ns = perf_counter_ns()
-        self._device.carry_out(core, arrays.commands, 0, noted[NUM_FIRST])
+        issuer.send_some(0, noted[NUM_FIRST])
         launched_ns = perf_counter_ns()
         if len(on_cpu):
             machine.start_cpu(step.layer, on_cpu, noted[NUM_ROWS], num_tokens)
             self._is_cpu_busy = True
-        self._send(noted[NUM_FIRST])
-        arrays.at[IS_HELD] = 0
+        issuer.send(noted[NUM_FIRST])
+        issuer.arrays.at[IS_HELD] = 0
         if len(plan.prefetches):
-            self._queue(plan, acts_ns)
+            issuer.queue(plan, acts_ns)
         waits_ns = waited_ns = perf_counter_ns()
         cpu_ns = 0
         if len(on_cpu):
-            machine.wait_cpu(self._poll if self._policy.prefetches else None)
+            machine.wait_cpu(issuer.poll if self._policy.prefetches else None)
             self._is_cpu_busy = False
             waited_ns = perf_counter_ns()
             cpu_ns = waited_ns - acts_ns
-        end, after = finish(self._core, machine.works.combine[num_tokens], following)
-        self._send()
+        end, after = finish(issuer.core, machine.works.combine[num_tokens], following)
+        issuer.send()
         record = LayerRecord(
             step,
             hits,
@@ -262,51 +242,6 @@ class Run:
                 f"{self._policy.name} prefetches, so its state needs a score, [L, E], to rank residents by"
             )
         return plan
-
-    def _make_room(self) -> None:
-        """Have room for another layer's events and copies."""
-        needed = int(self._arrays.at[NUM_EVENTS]) + most_events(self._machine.layout.num_experts)
-        if needed > self._device.num_events:
-            self._reserve(needed * 5 // 4)
-        if (arrays := with_room(self._arrays)) is not self._arrays:
-            self._replace(arrays)
-
-    def _reserve(self, num_events: int) -> None:
-        self._device.reserve(num_events)
-        self._replace(self._arrays)
-
-    def _replace(self, arrays: Arrays) -> None:
-        self._arrays, self._core = arrays, core_of(arrays, self._device.handles(), self._told)
-
-    def _queue(self, plan: Plan, acts_ns: int) -> None:
-        """Queue the prefetches of a plan, when its delay is over; a policy may reuse its arrays before that."""
-        due_ns = acts_ns + plan.prefetch_delay_ns
-        self._due.append((due_ns, plan.prefetches.copy(), plan.prefetch_priority.copy()))
-        self._poll()
-
-    # Commands and waiting
-
-    def _send(self, first: int = 0) -> None:
-        """Have the commands that were written down carried out."""
-        arrays = self._arrays
-        self._device.carry_out(self._core, arrays.commands, first, int(arrays.at[NUM_COMMANDS]))
-        arrays.at[NUM_COMMANDS] = 0
-
-    def _wait(self, event: int) -> None:
-        if self._policy.prefetches:
-            self._poll()
-            while self._due and not has_come(self._core, event):
-                self._poll()
-        self._device.wait(self._core, event)
-
-    def _poll(self) -> None:
-        while self._due and self._due[0][0] <= perf_counter_ns():
-            _, prefetches, priority = self._due.pop(0)
-            if (arrays := issue(self._arrays, prefetches, priority)) is not self._arrays:
-                self._replace(arrays)
-        poll(self._core)
-        if self._arrays.at[NUM_COMMANDS]:
-            self._send()
 
     def _let_go(self) -> None:
         """Wait until neither device nor CPU works on the run any longer, whatever has become of it."""
