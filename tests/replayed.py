@@ -52,15 +52,18 @@ def small_machine(
     return machine
 
 
-def dense_reference(arena: Arena, layer: int, shape: ModelShape, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+def dense_reference(arena: Arena, layer: int, hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
     """The sum over each token's experts in float32, [T, H]."""
-    size, intermediate = shape.hidden, shape.expert_intermediate
     out = torch.zeros(hidden.shape)
     for token in range(len(hidden)):
         for k in range(ids.shape[1]):
-            weights = arena.experts[layer][int(ids[token, k])].float()
-            gate, up, down = weights.split(size * intermediate)
-            x = hidden[token].float()
-            middle = functional.silu(gate.view(intermediate, size) @ x) * (up.view(intermediate, size) @ x)
-            out[token] += gates[token, k] * (down.view(size, intermediate) @ middle)
+            out[token] += gates[token, k] * swiglu(arena.experts[layer][int(ids[token, k])], hidden[token])
     return out
+
+
+def swiglu(expert: Tensor, x: Tensor) -> Tensor:
+    """An expert's output in float32, [.., H]: gate [M, H], up [M, H] and down [H, M] in a row."""
+    x = x.float()
+    gate, up, down = expert.float().view(3, -1)
+    gate, up = (matrix.view(-1, x.shape[-1]) for matrix in (gate, up))
+    return (functional.silu(x @ gate.t()) * (x @ up.t())) @ down.view(x.shape[-1], -1).t()

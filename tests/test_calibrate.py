@@ -21,7 +21,6 @@ from experiments.profiles import load_profile, load_shape, names, profile_from_d
 from policies.profile import ProfileError
 from replay import calibrate, cpu_experts, link_state
 from replay.arena import MIB
-from replay.arrange import Index
 from replay.calibrate import Measured, ShapeMeasured, busy_link, machine_of
 from replay.calibrate_costs import LayerCosts, Slowdowns
 from replay.calibrate_cpu import CpuBatches, CpuChoice, choose_kernel, read_bytes_per_s
@@ -32,7 +31,6 @@ from replay.calibrate_plans import Design
 from replay.calibrate_settings import QUICK
 from replay.calibrated import notes_of, profile_of
 from replay.device import open_device
-from replay.expert_kernel import expert_kernels, make_buffers
 from replay.fits import Rate, fit, rate_of
 from replay.link_state import LinkState, check_link
 from replay.repeats import Repeated, repeated, repeated_by_size
@@ -266,25 +264,6 @@ def test_memory_that_cannot_be_pinned_is_named():
 def test_memory_that_is_not_there_is_named_with_what_was_needed():
     with pytest.raises(ProfileError, match=r"1099511627776 MiB of host memory could not be allocated: .*--pool-mib"):
         HostPool(2**60, pinned=False)
-
-
-def test_the_grouped_kernel_runs_each_row_by_the_expert_of_its_slot():
-    generator = torch.Generator().manual_seed(0)
-    hidden, intermediate = 64, 32
-    slots = (torch.randn(5, 3 * hidden * intermediate, generator=generator) * 0.1).to(torch.bfloat16)
-    buffers, index = make_buffers(slots, 4, 1, hidden), Index(2, 3, 4, torch.device("cpu"))
-    buffers.x.copy_(torch.randn(4, hidden, generator=generator))
-    buffers.rows.fill_(7)
-    ids = np.array([[7], [9], [9], [2]], np.int32)
-    index.write(ids, np.array([9, 2, 7]), np.array([2, 3]), np.array([3, 0, 4], np.int32), np.empty(0, np.int64))
-    expert_kernels(buffers, index, hidden, intermediate).run(0, 2)
-    for token, slot in ((1, 3), (2, 3), (3, 0)):
-        gate, up, down = slots[slot].float().view(3, -1)
-        x = buffers.x[token].float()
-        middle = torch.nn.functional.silu(gate.view(intermediate, hidden) @ x) * (up.view(intermediate, hidden) @ x)
-        expected = down.view(hidden, intermediate) @ middle
-        assert (buffers.rows[token].float() - expected).norm() / expected.norm() < 0.01
-    assert (buffers.rows[0] == 7).all()
 
 
 @pytest.mark.parametrize("name", ["hidden", "vocab", "head_dim"])

@@ -6,12 +6,14 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from replayed import dense_reference, small_machine, small_shape
+from replayed import dense_reference, small_machine, small_shape, swiglu
 from scripted import ESTIMATES, Script, make_pass, scripted
 from torch import Tensor
 
 from policies.steps import Steps, step_at
+from replay.arrange import Index
 from replay.executor import Run
+from replay.expert_kernel import expert_kernels, make_buffers
 from tracer.schema import Pass
 
 EXPERTS, TOP_K, TOKENS = 16, 4, 6
@@ -40,7 +42,7 @@ def outputs(
         ids = torch.from_numpy(pass_.expert_ids[0].astype(np.int32))
         gates = torch.from_numpy(pass_.gates[0].astype(np.float32)) * 2.5
         out = run.moe_layer(step_at(Steps(shape).read(pass_), 0), x.to(device), ids.to(device), gates.to(device))
-        return out.float().cpu(), dense_reference(machine.arena, 0, shape, x, ids, gates)
+        return out.float().cpu(), dense_reference(machine.arena, 0, x, ids, gates)
     finally:
         machine.close()
 
@@ -80,3 +82,19 @@ def test_where_an_expert_runs_changes_roundings_at_most() -> None:
     assert torch.equal(on_gpu, copied)
     on_cpu, _ = outputs([], activated, [], pass_)
     assert (on_gpu - on_cpu).norm() / on_gpu.norm() < 0.01
+
+
+def test_the_grouped_kernel_runs_each_row_by_the_expert_of_its_slot() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, intermediate = 64, 32
+    slots = (torch.randn(5, 3 * hidden * intermediate, generator=generator) * 0.1).to(torch.bfloat16)
+    buffers, index = make_buffers(slots, 4, 1, hidden), Index(2, 3, 4, torch.device("cpu"))
+    buffers.x.copy_(torch.randn(4, hidden, generator=generator))
+    buffers.rows.fill_(7)
+    ids = np.array([[7], [9], [9], [2]], np.int32)
+    index.write(ids, np.array([9, 2, 7]), np.array([2, 3]), np.array([3, 0, 4], np.int32), np.empty(0, np.int64))
+    expert_kernels(buffers, index, hidden, intermediate).run(0, 2)
+    for token, slot in ((1, 3), (2, 3), (3, 0)):
+        expected = swiglu(slots[slot], buffers.x[token])
+        assert (buffers.rows[token].float() - expected).norm() / expected.norm() < 0.01
+    assert (buffers.rows[0] == 7).all()
