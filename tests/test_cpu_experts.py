@@ -99,33 +99,6 @@ def test_an_empty_batch_is_no_work(kernel):
         cpu.wait()
 
 
-def anew(monkeypatch, **changes):
-    """The kernel made anew as on another CPU, without its cache; `changes` are of the module of tiles."""
-    monkeypatch.setattr(jit, "cache_dir", lambda: None)
-    for name in ("replay.cpu_amx", "replay.cpu_kernel"):
-        spec = importlib.util.find_spec(name)
-        made = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(made)
-        if name == "replay.cpu_amx":
-            for changed, value in changes.items():
-                setattr(made, changed, value)
-        monkeypatch.setitem(sys.modules, name, made)
-    monkeypatch.setattr(cpu_experts, "run_batch", made.run_batch)
-    return made
-
-
-def test_without_bfloat16_instructions_the_results_are_right(monkeypatch):
-    features = {**binding.get_host_cpu_features(), "avx512bf16": False, "avx512f": False}
-    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: features)
-    assert not anew(monkeypatch).HAS_BFLOAT16
-    monkeypatch.setattr(cpu_experts, "_TILES", tile_configurations()[:0])
-    batch = make_batch([3, 6])
-    with CpuExperts(HIDDEN, INTERMEDIATE, num_workers=2) as cpu:
-        cpu.start(batch)
-        cpu.wait()
-    assert relative_error(batch.out, reference(batch)) < 0.01
-
-
 @intrinsic
 def numbers_at(typing_context, address):
     """Pointer to what lies at an address, as uint16."""
@@ -152,8 +125,35 @@ def product_in_numbers(configuration, weights, weight_stride, x, out, num_words)
             found[row, token] = total
 
 
-def test_tiles_of_many_rows_equal_the_dense_reference(monkeypatch):
-    anew(monkeypatch, tile_product=product_in_numbers)
+@pytest.fixture(scope="module")
+def another_cpu():
+    """The kernel made anew, without its cache, as on a CPU without AVX-512; tiles are multiplied in numbers."""
+    features = {**binding.get_host_cpu_features(), "avx512bf16": False, "avx512f": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binding, "get_host_cpu_features", lambda: features)
+        patch.setattr(jit, "cache_dir", lambda: None)
+        for name in ("replay.cpu_amx", "replay.cpu_kernel"):
+            spec = importlib.util.find_spec(name)
+            made = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(made)
+            patch.setitem(sys.modules, name, made)
+            made.tile_product = product_in_numbers
+    return made
+
+
+def test_without_bfloat16_instructions_the_results_are_right(another_cpu, monkeypatch):
+    assert not another_cpu.HAS_BFLOAT16
+    monkeypatch.setattr(cpu_experts, "run_batch", another_cpu.run_batch)
+    monkeypatch.setattr(cpu_experts, "_TILES", tile_configurations()[:0])
+    batch = make_batch([3, 6])
+    with CpuExperts(HIDDEN, INTERMEDIATE, num_workers=2) as cpu:
+        cpu.start(batch)
+        cpu.wait()
+    assert relative_error(batch.out, reference(batch)) < 0.01
+
+
+def test_tiles_of_many_rows_equal_the_dense_reference(another_cpu, monkeypatch):
+    monkeypatch.setattr(cpu_experts, "run_batch", another_cpu.run_batch)
     monkeypatch.setattr(cpu_amx, "HAS_AMX", True)
     monkeypatch.setattr(cpu_experts, "HAS_AMX", True)
     monkeypatch.setattr(cpu_experts, "_TILES", tile_configurations())
