@@ -21,7 +21,7 @@ from experiments.identity import sources, versions
 from experiments.policy import built
 from experiments.profiles import load_profile, profile_hash
 from experiments.replay_config import Conditions
-from experiments.replay_machine import Workshop, link_of
+from experiments.replay_machine import Workshop
 from experiments.whole import whole_file
 from policies.contract import Policy, PolicyError
 from policies.log import LogChunk
@@ -231,5 +231,5 @@ def _profile(session: Session, options: Namespace) -> HardwareProfile:
 
 def _link(machine: Machine) -> str | None:
     """The state of the PCIe link while it is busy, in words; None without one."""
-    state = link_of(machine)
+    state = machine.busy_link()
     return None if state is None else f"{state}, of {state.max_generation}.0 x{state.max_width} at most"

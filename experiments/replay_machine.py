@@ -20,11 +20,9 @@ from replay.calibrate import machine_of
 from replay.checkpoint_experts import find_experts, load_experts
 from replay.cpu_kernel import MULTIPLE
 from replay.device import open_device
-from replay.link_state import LinkState, check_link, read_link
+from replay.link_state import check_link
 from replay.machine import FACTORS, Layout, Machine, num_steps
 from tracer.schema import ModelShape, Pass
-
-_BUSY_COPIES = 300  # while the state of the link is read
 
 
 class Facts(NamedTuple):
@@ -127,8 +125,9 @@ class Workshop:
         except BaseException:
             opened.close()
             raise
-        link = link_of(self._machine)
-        check_link(link, link, allow_slow=conditions.slow_link, key="slow_link=true")
+        link = self._machine.busy_link()
+        if not conditions.slow_link:
+            check_link(link, "slow_link=true")
         self._text = machine_of(opened.torch_device, link)
         return self._machine
 
@@ -137,18 +136,6 @@ class Workshop:
 def of_this_process() -> Workshop:
     """The one that the cells of a multirun share."""
     return Workshop()
-
-
-def link_of(machine: Machine) -> LinkState | None:
-    """The state of the PCIe link while it is busy; None without one."""
-    device = machine.device
-    if device.torch_device.type != "cuda":
-        return None
-    for number in range(_BUSY_COPIES):
-        machine.load(0, number % machine.layout.num_experts, 0)
-    state = read_link(device.torch_device)
-    device.synchronize()
-    return state
 
 
 def _device(name: str | None) -> str:

@@ -20,7 +20,7 @@ from replay.cpu_experts import check_workers, instructions
 from replay.device import Device, open_device
 from replay.fits import Rate
 from replay.layer import config_of
-from replay.link_state import LinkState, check_link, read_link
+from replay.link_state import LinkState, busy_link, check_link, check_unchanged
 from replay.repeats import Repeated
 from tracer.schema import ModelShape
 
@@ -94,8 +94,9 @@ def _calibrate(
     reading = read_bytes_per_s(pool, settings.repeats)
     say(f"reading host memory with all cores: {reading / 1e9:.1f} GB/s; CPU: {instructions()}")
     copies = PlainCopies(device, largest, 8)
-    before = busy_link(copies, pool, device)
-    check_link(before, before, allow_slow=allow_slow_link)  # before minutes are spent on it
+    before = busy_link(device, copies.slots[0], pool.take(largest))
+    if not allow_slow_link:
+        check_link(before, "--slow-link")  # before minutes are spent on it
     pinned = measure_copies(copies, pool, settings.copy_bytes, settings.repeats, settings.count)
     say(f"copies: {_rate_text(pinned)}")
     pageable_pool = HostPool(8 * largest, pinned=False)
@@ -104,8 +105,8 @@ def _calibrate(
     say(f"pageable: {_rate_text(pageable)}")
     flops = flops_per_s(device, settings.repeats, settings.count)
     found = tuple(_at_shape(shape, device_name, pool, pinned, settings, say) for shape in shapes)
-    after = busy_link(copies, pool, device)
-    check_link(before, after, allow_slow=allow_slow_link)
+    after = busy_link(device, copies.slots[0], pool.take(largest))
+    check_unchanged(before, after)
     demand = {size: time for each in found for size, time in each.layers.copies.items()}
     return Measured(
         machine=machine_of(device.torch_device, after),
@@ -161,16 +162,6 @@ def small_arena(shape: ModelShape, num_layers: int, num_experts: int, pool_bytes
     arena = Arena(num_layers, num_experts, expert_bytes // 2, num_distinct=num_distinct, padding=1, pinned=is_cuda)
     arena.fill()
     return arena
-
-
-def busy_link(copies: PlainCopies, pool: HostPool, device: Device) -> LinkState | None:
-    """The link's state while copies run, since an idle one is trained down; None without a link."""
-    if device.torch_device.type != "cuda":
-        return None
-    state: list[LinkState | None] = []
-    sources = [pool.take(copies.slot_bytes) for _ in range(200)]
-    copies.times_ns(sources, meanwhile=lambda: state.append(read_link(device.torch_device)))
-    return state[0]
 
 
 def machine_of(device: torch.device, link: LinkState | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,24 +77,17 @@ class PlainCopies:
         where, needed = device.torch_device, slot_bytes * num_slots
         if needed > (free := free_bytes(where)):
             raise ProfileError(f"{where}: {needed / MIB:.0f} MiB are needed, {free / MIB:.0f} MiB are free")
-        self._slots = torch.zeros(num_slots, slot_bytes // 2, dtype=torch.bfloat16, device=where)
+        self.slots = torch.zeros(num_slots, slot_bytes // 2, dtype=torch.bfloat16, device=where)
         device.synchronize()
 
-    def times_ns(self, sources: Sequence[Tensor], meanwhile: Callable[[], None] | None = None) -> list[float]:
-        """Time of each copy but the first, which keeps the link busy while the others are issued.
-
-        Args:
-            sources: issued in a row.
-            meanwhile: called when all are issued.
-        """
+    def times_ns(self, sources: Sequence[Tensor]) -> list[float]:
+        """Time of each copy in a row but the first, which keeps the link busy while the others are issued."""
         device = self._device
         events = [device.event() for _ in sources]
         with device.copying():
             for i, (source, event) in enumerate(zip(sources, events, strict=True)):
-                device.copy(self._slots[i % len(self._slots), : len(source)], source)
+                device.copy(self.slots[i % len(self.slots), : len(source)], source)
                 event.record(device.copies)
-        if meanwhile is not None:
-            meanwhile()
         events[-1].synchronize()
         return [float(device.ns_between(first, second)) for first, second in zip(events, events[1:], strict=False)]
 

@@ -6,9 +6,12 @@ import subprocess
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from policies.profile import ProfileError
+from replay.device import Device
 
+_BUSY_COPIES = 300  # while the state is read
 _QUERY = "pcie.link.gen.current,pcie.link.width.current,pcie.link.gen.max,pcie.link.width.max"
 
 
@@ -30,31 +33,49 @@ def read_link(device: torch.device) -> LinkState | None:
     return _from_nvml(uuid) or _from_nvidia_smi(uuid)
 
 
-def check_link(
-    before: LinkState | None, after: LinkState | None, *, allow_slow: bool = False, key: str = "--slow-link"
-) -> None:
-    """Refuse measurements over a link that changed meanwhile, or that runs below what it could.
-
-    Both states are to be read while copies run, since an idle link is trained down.
+def busy_link(device: Device, target: Tensor, source: Tensor) -> LinkState | None:
+    """The link's state while copies run, since an idle one is trained down; None where there is none, or nobody can tell.
 
     Args:
-        before: None where it cannot be told.
-        after: likewise.
-        allow_slow: take a link that is slower than GPU and slot allow.
-        key: that allows it, for the message.
+        device: whose link it is.
+        target: on the device, written to.
+        source: as large, in host memory.
+    """
+    if device.torch_device.type != "cuda":
+        return None
+    with device.copying():
+        for _ in range(_BUSY_COPIES):
+            device.copy(target, source)
+    state = read_link(device.torch_device)
+    device.synchronize()
+    return state
+
+
+def check_link(busy: LinkState | None, key: str) -> None:
+    """Refuse a link that is slower than GPU and slot allow.
+
+    Args:
+        busy: its state while copies run; None where it cannot be told.
+        key: that allows such a link, for the message.
 
     Raises:
-        ProfileError: the link changed, or is slower than GPU and slot allow.
+        ProfileError: with these.
+    """
+    if busy is not None and (busy.generation, busy.width) != (busy.max_generation, busy.max_width):
+        raise ProfileError(
+            f"the link runs at {busy} while it is busy, and could at PCIe {busy.max_generation}.0 x{busy.max_width}: "
+            f"it has trained down; seat the card anew or look for errors of the link, or allow it with {key}"
+        )
+
+
+def check_unchanged(before: LinkState | None, after: LinkState | None) -> None:
+    """Refuse what was measured over a link that changed meanwhile; both states while copies run.
+
+    Raises:
+        ProfileError: it did.
     """
     if before != after:
         raise ProfileError(f"the link changed while it was measured, from {before} to {after}: measure again")
-    if allow_slow or after is None:
-        return
-    if (after.generation, after.width) != (after.max_generation, after.max_width):
-        raise ProfileError(
-            f"the link runs at {after} while it is busy, and could at PCIe {after.max_generation}.0 x{after.max_width}: "
-            f"it has trained down; seat the card anew or look for errors of the link, or allow it with {key}"
-        )
 
 
 def _from_nvml(uuid: str) -> LinkState | None:

@@ -18,6 +18,7 @@ from replay.cpu_experts import Batch, CpuExperts
 from replay.device import Device, Work
 from replay.expert_kernel import ExpertKernels, expert_kernels, make_buffers
 from replay.layer import Extent, Model
+from replay.link_state import LinkState, busy_link
 from tracer.memory import free_bytes
 from tracer.schema import ModelShape, Pass
 
@@ -154,17 +155,15 @@ class Machine:
         pairs = ((self._ids_now, self._ids[number]), (self._gates_now, self._gates[number]))
         return [(now.data_ptr(), one.data_ptr(), one.numel() * one.element_size()) for now, one in pairs]
 
-    # One by one, for calibration
+    # One by one
 
     def start_layer(self, number: int, layer: int) -> None:
         """Launch what precedes the experts of a pass's layer."""
         self.device.launch(self.works.layer[self.extents[number], layer])
 
-    def load(self, layer: int, expert: int, slot: int) -> None:
-        """Copy an expert into a slot."""
-        with self.device.copying():
-            target = self.buffers.slots[slot, : self.layout.expert_numel]
-            self.device.copy(target, self.arena.experts[layer][expert])
+    def busy_link(self) -> LinkState | None:
+        """The link's state while experts are copied; None where there is none, or nobody can tell."""
+        return busy_link(self.device, self.buffers.slots[0, : self.layout.expert_numel], self.arena.experts[0][0])
 
     # The host's part of a layer
 

@@ -95,8 +95,7 @@ def obedient(monkeypatch: pytest.MonkeyPatch) -> Obedient:
 
     def machine(passes, trace_hash, traced, shape, num_slots, profile, conditions, has_bars):
         found = SimpleNamespace(factor=1, layout=SimpleNamespace(shape=shape, num_slots=num_slots))
-        found.device = SimpleNamespace(torch_device=SimpleNamespace(type="cpu"))
-        found.arena = SimpleNamespace(budget="none")
+        found.arena, found.busy_link = SimpleNamespace(budget="none"), lambda: None
         found.set_factor = lambda factor: setattr(found, "factor", factor)
         return found, Facts("cpu", "a machine that obeys", False, "rows", 1, 192)
 

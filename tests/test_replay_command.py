@@ -191,7 +191,7 @@ def test_a_machine_that_could_not_be_made_is_taken_for_no_other(trace: Path, mon
     again = machine()
     assert again.arena.num_distinct == 48
     with monkeypatch.context() as patch:
-        patch.setattr(replay_machine, "link_of", lambda machine: LinkState(1, 16, 5, 16))
+        patch.setattr(Machine, "busy_link", lambda machine: LinkState(1, 16, 5, 16))
         with pytest.raises(ProfileError, match="trained down"):
             machine(distinct_experts=7)  # whose machine is there by then
     assert machine().arena.num_distinct == 48
@@ -318,7 +318,7 @@ def test_a_cpu_that_is_slower_than_it_should_be_is_noted(trace: Path, monkeypatc
 
 
 def test_a_link_that_trained_down(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_machine, "link_of", lambda machine: LinkState(1, 16, 5, 16))
+    monkeypatch.setattr(Machine, "busy_link", lambda machine: LinkState(1, 16, 5, 16))
     done = run(trace, "policy=lru", "warmup_requests=2", "forwards=12")
     assert (done.code, Path("out").exists()) == (2, False)
     assert "the link runs at PCIe 1.0 x16 while it is busy, and could at PCIe 5.0 x16" in done.err

@@ -15,6 +15,7 @@ from policies.contract import Policy, PolicyError
 from policies.log import LAYER_COLUMNS, LAYER_LISTS, PREFETCH_COUNTS, DecisionHash, LogChunk
 from policies.profile import ProfileError
 from policies.registry import POLICIES, build_policy
+from replay.calibrate_gpu import row_ns
 from replay.machine import Machine
 from replay.run import replay
 from simulator import des
@@ -152,13 +153,7 @@ def test_a_run_on_a_gpu(name: str, passes: list[Pass]) -> None:
         check_whole(chunks, passes)
         if not policy.prefetches:
             assert hash_of(chunks) == hash_of(simulated(passes, policy))
-        machine.load(0, 1, 0)
-        machine.start_layer(3, 1)
-        first, second = machine.device.event(), machine.device.event()
-        first.record(machine.device.copies)
-        machine.load(1, 1, 0)
-        second.record(machine.device.copies)
-        machine.device.synchronize()
-        assert machine.device.ns_between(first, second) > 0
+        assert machine.busy_link() is not None
+        assert row_ns(machine.device, lambda layer: machine.start_layer(3, layer), 2) > 0
     finally:
         machine.close()
