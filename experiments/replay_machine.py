@@ -19,7 +19,6 @@ from replay.arena import MIB, Arena, plan_arena
 from replay.calibrate import machine_of
 from replay.checkpoint_experts import find_experts, load_experts
 from replay.cpu_kernel import MULTIPLE
-from replay.device import open_device
 from replay.link_state import check_link
 from replay.machine import FACTORS, Layout, Machine, num_steps
 from tracer.schema import ModelShape, Pass
@@ -118,17 +117,12 @@ class Workshop:
             self._arena = None  # before there is another
             self._arena = _arena(layout, conditions, device, has_bars)
             self._arena_is_for = of_arena
-        opened = open_device(device)
-        try:
-            with progress_bar("getting ready", num_steps(passes, layout.num_layers), "layer", has_bars) as bar:
-                self._machine = Machine(layout, opened, self._arena, passes, bar.update)
-        except BaseException:
-            opened.close()
-            raise
+        with progress_bar("getting ready", num_steps(passes, layout.num_layers), "layer", has_bars) as bar:
+            self._machine = Machine(layout, device, self._arena, passes, bar.update)
         link = self._machine.busy_link()
         if not conditions.slow_link:
             check_link(link, "slow_link=true")
-        self._text = machine_of(opened.torch_device, link)
+        self._text = machine_of(self._machine.device.torch_device, link)
         return self._machine
 
 

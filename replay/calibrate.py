@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ from replay.calibrate_layers import Layers, choose_designs, measure_layers, resi
 from replay.calibrate_link import CopyRate, HostPool, PlainCopies, demand_rate, measure_copies
 from replay.calibrate_settings import Settings
 from replay.cpu_experts import check_workers, instructions
-from replay.device import Device, open_device
+from replay.device import Device
+from replay.devices import open_device
 from replay.fits import Rate
 from replay.layer import config_of
 from replay.link_state import LinkState, busy_link, check_link, check_unchanged
@@ -71,11 +73,8 @@ def calibrate(
     for shape in shapes:
         config_of(shape)
         choose_designs(settings, shape, residents_of(settings, shape), 1.0)
-    device = open_device(device_name)
-    try:
+    with closing(open_device(device_name)) as device:
         return _calibrate(shapes, device, device_name, settings, say, allow_slow_link)
-    finally:
-        device.close()
 
 
 def _calibrate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from itertools import product
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ from replay.calibrate_gpu import measure_layer
 from replay.calibrate_log import observe
 from replay.calibrate_plans import Design, Designed, designed, grid_passes
 from replay.calibrate_settings import Settings
-from replay.device import open_device
 from replay.fits import Rate, rate_of
 from replay.machine import Layout, Machine
 from replay.repeats import Repeated
@@ -79,14 +79,11 @@ def measure_layers(
         cpu.num_workers,
         cpu.kernel,
     )
-    machine = Machine(layout, open_device(device), arena, passes)
-    try:
+    with closing(Machine(layout, device, arena, passes)) as machine:
         layer = measure_layer(machine, len(designs), sizes, settings.repeats, settings.count)
         say(f"{len(designs)} designs of layers in the executor")
         repeats = {1: settings.run_repeats, 2: max(1, settings.run_repeats // 4)}
         runs = {factor: _runs(machine, made, factor, repeats[factor]) for factor in _FACTORS}
-    finally:
-        machine.close()
     observed, tail = observe([chunks for chunks, _ in runs[1]], designs)
     decide_ns = float(np.median([decide_us for _, decide_us in runs[1]])) * 1e3
     layer_ns = {size: time.mean_ns for size, time in layer.items()}

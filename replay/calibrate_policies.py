@@ -11,7 +11,6 @@ from replay.arena import Arena
 from replay.calibrate_costs import LayerCosts
 from replay.calibrate_layers import STAGING, TRANSFER_CHUNK, Layers
 from replay.calibrate_log import read_log
-from replay.device import open_device
 from replay.machine import Layout, Machine
 from replay.repeats import Repeated
 from replay.run import replay
@@ -86,7 +85,7 @@ class PolicyRuns:
             cpu_workers=cpu_workers,
             cpu_kernel=cpu_kernel,
         )
-        self._machine = Machine(layout, open_device(device), arena, passes)
+        self._machine = Machine(layout, device, arena, passes)
         self._passes, self._traced, self._layers = passes, traced, layers
 
     def cost(self, policy: Policy, slots: int, estimates: Estimates) -> PolicyCost:

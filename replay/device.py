@@ -118,12 +118,3 @@ def without_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def open_device(name: str) -> Device:
-    """The device of this name: `cpu`, `cuda` or `cuda:N`."""
-    from replay.device_cuda import open_cuda  # these two need what stands above
-    from replay.device_host import open_host
-
-    device = torch.device(name)
-    return open_cuda(device) if device.type == "cuda" else open_host()

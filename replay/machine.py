@@ -15,7 +15,8 @@ from policies.profile import ProfileError
 from replay.arena import MIB, Arena
 from replay.arrange import Index
 from replay.cpu_experts import Batch, CpuExperts
-from replay.device import Device, Work
+from replay.device import Work
+from replay.devices import open_device
 from replay.expert_kernel import ExpertKernels, expert_kernels, make_buffers
 from replay.layer import Extent, Model
 from replay.link_state import LinkState, busy_link
@@ -80,7 +81,7 @@ class Machine:
 
     Args:
         layout: sizes.
-        device: streams and events.
+        device: its name.
         arena: experts in host memory, with `most_h2d_bytes_factor - 1` experts of padding.
         passes: that will be run; a run names them by their place here.
         progress: told of each layer of each extent that is ready, of `num_steps(passes)`.
@@ -92,19 +93,26 @@ class Machine:
     def __init__(
         self,
         layout: Layout,
-        device: Device,
+        device: str,
         arena: Arena,
         passes: Sequence[Pass],
         progress: Callable[[int], object] | None = None,
     ) -> None:
-        self.layout, self.device, self.arena = layout, device, arena
-        self.extents = [Extent.of(pass_) for pass_ in passes]
-        shape, where = layout.shape, device.torch_device
-        num_tokens, top_k = max(extent.total for extent in self.extents), layout.top_k
         if arena.padding < layout.most_h2d_bytes_factor - 1:
             raise ProfileError(
                 f"copies of {layout.most_h2d_bytes_factor} experts' size: the arena was made for {1 + arena.padding} at most"
             )
+        self.layout, self.device, self.arena = layout, open_device(device), arena
+        self.extents = [Extent.of(pass_) for pass_ in passes]
+        try:
+            self._get_ready(passes, progress)
+        except BaseException:
+            self.device.close()
+            raise
+
+    def _get_ready(self, passes: Sequence[Pass], progress: Callable[[int], None] | None) -> None:
+        layout, shape, where = self.layout, self.layout.shape, self.device.torch_device
+        num_tokens, top_k = max(extent.total for extent in self.extents), layout.top_k
         _require_room(layout, where)
         self._slot_numel = layout.most_h2d_bytes_factor * layout.expert_numel
         slots = torch.zeros(layout.num_slots, self._slot_numel, dtype=torch.bfloat16, device=where)

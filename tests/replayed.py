@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from replay.arena import Arena
-from replay.device import open_device
 from replay.machine import Layout, Machine
 from tracer.schema import ModelShape, Pass
 
@@ -47,7 +46,7 @@ def small_machine(
     layout = Layout(shape, num_layers, num_experts, top_k, num_slots, 4, factor, cpu_workers=1)
     arena = Arena(num_layers, num_experts, layout.expert_numel, padding=factor - 1, pinned=device != "cpu")
     arena.fill()
-    machine = Machine(layout, open_device(device), arena, passes)
+    machine = Machine(layout, device, arena, passes)
     machine.set_factor(factor)
     return machine
 

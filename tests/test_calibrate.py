@@ -30,7 +30,7 @@ from replay.calibrate_link import CopyRate, HostPool, PlainCopies, demand_rate, 
 from replay.calibrate_plans import Design
 from replay.calibrate_settings import QUICK
 from replay.calibrated import notes_of, profile_of
-from replay.device import open_device
+from replay.devices import open_device
 from replay.fits import Rate, fit, rate_of
 from replay.link_state import LinkState, busy_link, check_link, check_unchanged
 from replay.repeats import Repeated, repeated, repeated_by_size

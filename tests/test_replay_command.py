@@ -326,6 +326,16 @@ def test_a_link_that_trained_down(trace: Path, monkeypatch: pytest.MonkeyPatch) 
     assert run(trace, "policy=lru", "warmup_requests=2", "forwards=12", "slow_link=true").code == 0
 
 
+def test_a_machine_that_cannot_be_made_leaves_no_thread(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ProfileError("no kernels")
+
+    monkeypatch.setattr(replay.machine, "expert_kernels", fail)
+    done = run(trace, "policy=lru", "warmup_requests=2")
+    assert (done.code, done.err) == (2, "oled-replay: error: no kernels\n")
+    assert "copies" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_an_interrupt_in_the_middle_leaves_nothing(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decide, asked = Asking.decide, []
 
