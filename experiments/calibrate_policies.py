@@ -12,7 +12,7 @@ from experiments.errors import ConfigError
 from policies.contract import Policy, PolicyError
 from policies.profile import HardwareProfile, ProfileError, estimates_of
 from policies.registry import POLICIES, build_policy
-from replay.calibrate import Measured, small_arena
+from replay.calibrate import Measured
 from replay.calibrate_policies import WARM_FORWARDS, PolicyCost, PolicyRuns
 from replay.calibrate_settings import Settings
 from tracer.schema import ModelShape, Pass
@@ -79,19 +79,8 @@ def measure_policies(
     """
     found = measured.shapes[0]
     shape, traced = found.shape, routing.shape
-    arena = small_arena(shape, traced.num_layers, traced.num_experts, settings.pool_bytes, device_name)
     slots = [size * traced.num_layers for size in settings.policy_slots]
-    runs = PolicyRuns(
-        shape,
-        traced,
-        routing.passes,
-        device_name,
-        arena,
-        max(slots),
-        found.layers,
-        found.cpu.num_workers,
-        found.cpu.kernel,
-    )
+    runs = PolicyRuns(found, traced, routing.passes, device_name, settings.pool_bytes, max(slots))
     costs: dict[str, list[PolicyCost]] = {}
     try:
         for name, policy in routing.policies.items():

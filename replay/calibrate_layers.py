@@ -69,15 +69,8 @@ def measure_layers(
     sizes = list(product(settings.tokens, settings.kv_lens))
     passes = [*made.passes, *grid_passes(shape, settings.num_layers, sizes)]
     layout = Layout(
-        shape,
-        settings.num_layers,
-        shape.num_experts,
-        shape.top_k,
-        made.slots + STAGING,
-        TRANSFER_CHUNK,
-        max(_FACTORS),
-        cpu.num_workers,
-        cpu.kernel,
+        *(shape, settings.num_layers, shape.num_experts, shape.top_k, made.slots + STAGING, TRANSFER_CHUNK),
+        *(max(_FACTORS), cpu.num_workers, cpu.kernel),
     )
     with closing(Machine(layout, device, arena, passes)) as machine:
         layer = measure_layer(machine, len(designs), sizes, settings.repeats, settings.count)

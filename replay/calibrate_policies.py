@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from policies.contract import Estimates, Policy
 from policies.log import LogChunk
-from replay.arena import Arena
+from replay.calibrate import ShapeMeasured, small_arena
 from replay.calibrate_costs import LayerCosts
-from replay.calibrate_layers import STAGING, TRANSFER_CHUNK, Layers
+from replay.calibrate_layers import STAGING, TRANSFER_CHUNK
 from replay.calibrate_log import read_log
 from replay.machine import Layout, Machine
 from replay.repeats import Repeated
@@ -54,39 +54,32 @@ class PolicyRuns:
     """A machine on which policies run over some passes of a trace, at one shape's sizes.
 
     Args:
-        shape: of the experts and of everything else.
+        measured: at the shape of the experts and of everything else.
         traced: shape of the passes.
         passes: at least WARM_FORWARDS + 1.
         device: its name.
-        arena: experts of the former shape, as many as the latter has.
+        pool_bytes: of host memory, which experts share.
         most_slots: of all layers together.
-        layers: measured at the former shape, with which kernel and workers on the CPU.
     """
 
     def __init__(
         self,
-        shape: ModelShape,
+        measured: ShapeMeasured,
         traced: ModelShape,
         passes: Sequence[Pass],
         device: str,
-        arena: Arena,
+        pool_bytes: int,
         most_slots: int,
-        layers: Layers,
-        cpu_workers: int,
-        cpu_kernel: str,
     ) -> None:
+        shape, cpu, self._layers = measured
         layout = Layout(
-            shape,
-            traced.num_layers,
-            traced.num_experts,
-            traced.top_k,
-            most_slots + STAGING,
-            TRANSFER_CHUNK,
-            cpu_workers=cpu_workers,
-            cpu_kernel=cpu_kernel,
+            *(shape, traced.num_layers, traced.num_experts, traced.top_k, most_slots + STAGING, TRANSFER_CHUNK),
+            cpu_workers=cpu.num_workers,
+            cpu_kernel=cpu.kernel,
         )
+        arena = small_arena(shape, traced.num_layers, traced.num_experts, pool_bytes, device)
         self._machine = Machine(layout, device, arena, passes)
-        self._passes, self._traced, self._layers = passes, traced, layers
+        self._passes, self._traced = passes, traced
 
     def cost(self, policy: Policy, slots: int, estimates: Estimates) -> PolicyCost:
         """Run a policy once.
