@@ -23,8 +23,8 @@ from experiments.terminal import mend_streams
 from experiments.whole import whole_file
 from policies.profile import HardwareProfile, ProfileError
 from policies.registry import POLICIES
+from replay.arena import MIB
 from replay.calibrate import calibrate
-from replay.calibrate_link import MIB
 from replay.calibrate_settings import QUICK, Settings
 from replay.calibrated import notes_of, profile_of
 from tracer.own_version import own_version

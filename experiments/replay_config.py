@@ -13,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from experiments import config
 from experiments.arguments import REPLAY
 from experiments.errors import ConfigError
-from replay.machine import FACTORS
+from replay.layout import FACTORS
 
 GENERATED = "generated"
 MODES = ("closed", "open")

@@ -19,8 +19,9 @@ from replay.arena import MIB, Arena, plan_arena
 from replay.calibrate import machine_of
 from replay.checkpoint_experts import find_experts, load_experts
 from replay.cpu_kernel import MULTIPLE
+from replay.layout import FACTORS, Layout
 from replay.link_state import check_link
-from replay.machine import FACTORS, Layout, Machine, num_steps
+from replay.machine import Machine, num_steps
 from tracer.schema import ModelShape, Pass
 
 

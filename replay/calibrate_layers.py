@@ -20,7 +20,8 @@ from replay.calibrate_log import observe
 from replay.calibrate_plans import Design, Designed, designed, grid_passes
 from replay.calibrate_settings import Settings
 from replay.fits import Rate, rate_of
-from replay.machine import Layout, Machine
+from replay.layout import Layout
+from replay.machine import Machine
 from replay.repeats import Repeated
 from replay.run import replay
 from tracer.schema import ModelShape

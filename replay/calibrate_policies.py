@@ -11,7 +11,8 @@ from replay.calibrate import ShapeMeasured, small_arena
 from replay.calibrate_costs import LayerCosts
 from replay.calibrate_layers import STAGING, TRANSFER_CHUNK
 from replay.calibrate_log import read_log
-from replay.machine import Layout, Machine
+from replay.layout import Layout
+from replay.machine import Machine
 from replay.repeats import Repeated
 from replay.run import replay
 from tracer.schema import ModelShape, Pass

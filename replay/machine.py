@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,49 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from policies.profile import ProfileError
-from replay.arena import MIB, Arena
+from replay.arena import Arena
 from replay.arrange import Index
 from replay.cpu_experts import Batch, CpuExperts
 from replay.device import Work
 from replay.devices import open_device
 from replay.expert_kernel import ExpertKernels, expert_kernels, make_buffers
 from replay.layer import Extent, Model
+from replay.layout import FACTORS, Layout
 from replay.link_state import LinkState, busy_link
-from tracer.memory import free_bytes
-from tracer.schema import ModelShape, Pass
-
-FACTORS = (1, 2, 4)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of a machine."""
-
-    shape: ModelShape  # of the experts and of everything else
-    num_layers: int  # MoE layers that routing is for
-    num_experts: int
-    top_k: int
-    num_slots: int
-    transfer_chunk: int
-    most_h2d_bytes_factor: int = 1  # copies can be so many times the size of an expert
-    cpu_workers: int | None = None
-    cpu_kernel: str = "rows"
-
-    def __post_init__(self) -> None:
-        if self.most_h2d_bytes_factor not in FACTORS:
-            raise ProfileError(
-                f"h2d_bytes_factor is {self.most_h2d_bytes_factor}, allowed are {', '.join(map(str, FACTORS))}"
-            )
-
-    @property
-    def expert_numel(self) -> int:
-        """Numbers of an expert, in bfloat16."""
-        return 3 * self.shape.hidden * self.shape.expert_intermediate
-
-    @property
-    def slot_bytes(self) -> int:
-        """Of all slots."""
-        return self.num_slots * self.most_h2d_bytes_factor * 2 * self.expert_numel
+from tracer.schema import Pass
 
 
 class Works(NamedTuple):
@@ -113,9 +79,8 @@ class Machine:
     def _get_ready(self, passes: Sequence[Pass], progress: Callable[[int], None] | None) -> None:
         layout, shape, where = self.layout, self.layout.shape, self.device.torch_device
         num_tokens, top_k = max(extent.total for extent in self.extents), layout.top_k
-        _require_room(layout, where)
-        self._slot_numel = layout.most_h2d_bytes_factor * layout.expert_numel
-        slots = torch.zeros(layout.num_slots, self._slot_numel, dtype=torch.bfloat16, device=where)
+        layout.require_room(where)
+        slots = torch.zeros(layout.num_slots, layout.slot_numel, dtype=torch.bfloat16, device=where)
         self.buffers = make_buffers(slots, num_tokens, top_k, shape.hidden)
         self.num_groups = 1 + -(-layout.num_experts // layout.transfer_chunk)
         self.index = Index(self.num_groups, layout.num_experts, num_tokens * top_k, where)
@@ -152,7 +117,7 @@ class Machine:
 
     def targets(self) -> NDArray[np.int64]:
         """Of each slot, [S]."""
-        return self.buffers.slots.data_ptr() + np.arange(self.layout.num_slots) * 2 * self._slot_numel
+        return self.buffers.slots.data_ptr() + np.arange(self.layout.num_slots) * 2 * self.layout.slot_numel
 
     def sources(self) -> NDArray[np.int64]:
         """Of each expert in host memory, [L, E]."""
@@ -288,15 +253,3 @@ class Machine:
 def num_steps(passes: Sequence[Pass], num_layers: int) -> int:
     """Layers of extents that a machine for these passes has to make ready."""
     return num_layers * len({Extent.of(pass_) for pass_ in passes})
-
-
-def _require_room(layout: Layout, where: torch.device) -> None:
-    if where.type != "cuda":
-        return
-    free = int(free_bytes(where))
-    if layout.slot_bytes > free:
-        one = layout.slot_bytes // layout.num_slots
-        raise ProfileError(
-            f"{layout.num_slots} slots of {one / MIB:.4g} MiB need {layout.slot_bytes / MIB:.0f} MiB of GPU memory, "
-            f"{free / MIB:.0f} MiB are free: at most {free // one} slots fit, staging included"
-        )

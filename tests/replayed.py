@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from replay.arena import Arena
-from replay.machine import Layout, Machine
+from replay.layout import Layout
+from replay.machine import Machine
 from tracer.schema import ModelShape, Pass
 
 

@@ -31,8 +31,9 @@ from replay.arena import Arena
 from replay.asking import Asking
 from replay.checkpoint_experts import load_experts
 from replay.cpu_experts import instructions
+from replay.layout import Layout
 from replay.link_state import LinkState
-from replay.machine import Layout, Machine
+from replay.machine import Machine
 from tracer.checkpoint import save
 from tracer.llada2 import LLaDA2
 from tracer.llada2_config import LLaDA2Config
@@ -303,7 +304,7 @@ def test_too_little_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         r"400 slots of 3 MiB need 1200 MiB of GPU memory, 1024 MiB are free: at most 341 slots fit, staging included"
     )
     with pytest.raises(ProfileError, match=message):
-        replay.machine._require_room(layout, torch.device("cuda"))
+        layout.require_room(torch.device("cuda"))
 
 
 def test_a_cpu_that_is_slower_than_it_should_be_is_noted(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
