@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.profiles import load_shape
-from tracer import decode_accept, decode_dinfer, doctor, locality, synthetic_decode
-from tracer.decode_accept import accept_threshold
+from tracer import doctor, locality
 from tracer.schema import ForwardKind, ModelShape, TraceError
 from tracer.store import TraceReader, TraceWriter
 from tracer.synthetic import SyntheticSettings, SyntheticTrace
@@ -183,9 +182,6 @@ def test_blocks_of_32_masks_run_as_in_dinfer():
 
 
 def test_the_script_accepts_by_the_rule_of_the_loop():
-    for name in ("TOKENS_PER_FORWARD", "MIN_UNROLL", "MAX_UNROLL"):
-        assert getattr(decode_dinfer, name) == getattr(synthetic_decode, name)
-    assert decode_accept.TIE == synthetic_decode.TIE
     script = DecodeScript(accept_ratio=0.3)
     tokens = None
     for forward in script_request(np.random.default_rng(1), 0, script):
@@ -193,7 +189,8 @@ def test_the_script_accepts_by_the_rule_of_the_loop():
         assert np.array_equal(masked, forward.token_ids_in == script.mask_id)
         if forward.kind == ForwardKind.DENOISE:
             p = forward.p_argmax.astype(np.float32)
-            assert np.array_equal(forward.accepted, accept_threshold(p, masked, script.threshold))
+            least = min(np.float32(script.threshold), p[masked].max() - np.float32(1e-5))
+            assert np.array_equal(forward.accepted, masked & (p >= least))
         if forward.iteration:
             assert np.array_equal(forward.token_ids_in, tokens)
         tokens = np.where(forward.accepted, forward.argmax_ids, forward.token_ids_in)

@@ -1,4 +1,4 @@
-"""Which masks a forward turns into tokens: the rules of the engines, over one block."""
+"""The rules of the engines over one block: which masks a forward turns into tokens, and how many forwards are run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 TIE = np.float32(1e-5)  # dInfer accepts what is this close to the best
+TOKENS_PER_FORWARD = 8  # what dInfer expects when it decides how many forwards to unroll
+MIN_UNROLL, MAX_UNROLL = 2, 4
 
 
 def accept_threshold(
@@ -46,6 +48,15 @@ def accept_above(
     accepted = np.zeros_like(masked)
     accepted[order[: min(quota, np.count_nonzero(masked))]] = True
     return accepted
+
+
+def num_unrolled(num_masked: int) -> int:
+    """Forwards that are run before it is looked again whether masks are left.
+
+    Source:
+        dInfer, BlockDiffusionRunner.
+    """
+    return max(min(num_masked // TOKENS_PER_FORWARD, MAX_UNROLL), MIN_UNROLL)
 
 
 def step_quotas(block_length: int, num_steps: int) -> list[int]:

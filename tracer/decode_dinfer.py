@@ -6,13 +6,11 @@ from functools import partial
 
 import numpy as np
 
-from tracer.decode_accept import accept_threshold
+from tracer.decode_accept import accept_threshold, num_unrolled
 from tracer.decode_sample import draw
 from tracer.decode_state import Active, Choice, Decoding, Ending, Steps, proposal_of
 from tracer.schema import ForwardKind
 
-TOKENS_PER_FORWARD = 8  # what dInfer expects when it decides how many forwards to unroll
-MIN_UNROLL, MAX_UNROLL = 2, 4
 MOST_UNROLLS = 1000  # that may accept nothing in a row where tokens are drawn
 
 
@@ -62,11 +60,6 @@ def _decode_block(decoding: Decoding, block: int, start: int, stop: int) -> Step
             )
     if num_masked:
         yield from decoding.forward(ForwardKind.COMMIT, block, iteration, start, stop)
-
-
-def num_unrolled(num_masked: int) -> int:
-    """Forwards that are run before it is looked again whether masks are left."""
-    return max(min(num_masked // TOKENS_PER_FORWARD, MAX_UNROLL), MIN_UNROLL)
 
 
 def choose_dinfer(decoding: Decoding, active: Active) -> Choice:

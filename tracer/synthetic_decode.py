@@ -8,11 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tracer.decode_accept import accept_threshold, num_unrolled
 from tracer.schema import ForwardKind, TraceError
 
-TIE = np.float32(1e-5)  # dInfer accepts what is this close to the best
-TOKENS_PER_FORWARD = 8  # what dInfer expects when it decides how many forwards to unroll
-MIN_UNROLL, MAX_UNROLL = 2, 4
 MAX_LENGTH = 1 << 20  # tokens; far more than any model attends to
 MAX_VOCAB = 1 << 31  # what a trace has token ids for
 
@@ -90,9 +88,7 @@ def script_request(rng: np.random.Generator, request: int, script: DecodeScript)
         here = tokens[start:stop]
         masked = here == script.mask_id
         p = _confidences(rng, masked, script)
-        accepted = np.zeros_like(masked)
-        if kind == ForwardKind.DENOISE:
-            accepted = masked & (p >= min(np.float32(script.threshold), p[masked].max() - TIE))
+        accepted = accept_threshold(p, masked & (kind == ForwardKind.DENOISE), script.threshold)
         made = Forward(
             request,
             block,
@@ -115,7 +111,7 @@ def script_request(rng: np.random.Generator, request: int, script: DecodeScript)
         stop = start + length
         iteration, had_masks = 0, False
         while remaining := int(np.count_nonzero(tokens[start:stop] == script.mask_id)):
-            for _ in range(max(min(remaining // TOKENS_PER_FORWARD, MAX_UNROLL), MIN_UNROLL)):
+            for _ in range(num_unrolled(remaining)):
                 had_masks = bool((tokens[start:stop] == script.mask_id).any())
                 yield forward(ForwardKind.DENOISE if had_masks else ForwardKind.IDLE, block, iteration, start, stop)
                 iteration += 1
