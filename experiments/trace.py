@@ -21,7 +21,9 @@ from experiments.trace_summary import format_summary, summarise
 from tracer.capture import trace_metadata, trace_prompts
 from tracer.chat import load_chat_template, render_prompts
 from tracer.checkpoint import Provenance, load, model_bytes, model_name, read_config, read_provenance
-from tracer.decode import DecodeResult, DecodeSettings, ForwardEvent
+from tracer.decode import DecodeResult
+from tracer.decode_settings import DecodeSettings
+from tracer.decode_state import ForwardEvent
 from tracer.llada2 import LLaDA2
 from tracer.llada2_config import LLaDA2Config
 from tracer.prompts import Prompt, encode_prompts, read_prompts

@@ -5,7 +5,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from tracer.decode import DecodeSettings, decode_request
+from tracer.decode import decode_prompts
+from tracer.decode_settings import DecodeSettings
 
 MASK, EOS, WORD, VOCAB = 7, 6, 1, 8
 
@@ -87,6 +88,31 @@ class NoiseModel(Positions):
         self.begin(token_ids, start)
         self.text[start:] = token_ids.tolist()
         return torch.from_numpy(noise(self.seed, self.text, self.vocab, self.mask_id)[start:])
+
+
+class Alone:
+    """A model of one request, with `forward(token_ids, start)`, where one of several is asked for."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def open(self, request, num_positions):
+        pass
+
+    def forward(self, windows):
+        [window] = windows
+        return self.model.forward(window.token_ids, window.start)
+
+    def close(self, request):
+        pass
+
+
+def decode_request(model, prompt, settings, on_forward, request=0):
+    """Decode one request with a fresh model that knows one only."""
+    [result] = decode_prompts(
+        Alone(model), [prompt], settings, lambda events: on_forward(*events), first_request=request
+    )
+    return result
 
 
 def settings(**changes):

@@ -9,7 +9,7 @@ from llada2_models import EOS_ID, MASK_ID
 
 from tracer.adapters import attach
 from tracer.capture import trace_prompts
-from tracer.decode import DecodeSettings
+from tracer.decode_settings import DecodeSettings
 from tracer.doctor import check
 from tracer.llada2 import block_causal_mask
 from tracer.observe import Observation

@@ -3,11 +3,13 @@ from itertools import groupby
 import numpy as np
 import pytest
 import torch
+from decode_models import decode_request
 from llada2_models import DECODER, EOS_ID, MASK_ID, config, tiny_decoder
 
 from tracer.capture import Recorder, trace_metadata, trace_prompts
 from tracer.checkpoint import Provenance
-from tracer.decode import DecodeError, DecodeSettings, decode_prompts, decode_request
+from tracer.decode import decode_prompts
+from tracer.decode_settings import DecodeError, DecodeSettings
 from tracer.llada2 import block_causal_mask
 from tracer.observe import Observation, best_scored, sketch_projection
 from tracer.observed import ObservedModel

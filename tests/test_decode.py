@@ -3,10 +3,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from decode_models import EOS, MASK, VOCAB, WORD, ScriptedModel, decode, kinds, settings
+from decode_models import EOS, MASK, VOCAB, WORD, ScriptedModel, decode, decode_request, kinds, settings
 
-from tracer.decode import DecodeError, accept_threshold, decode_request, predict
-from tracer.decode_sample import draw
+from tracer.decode_accept import accept_threshold
+from tracer.decode_sample import draw, predict
+from tracer.decode_settings import DecodeError
 from tracer.schema import ForwardKind
 
 PREFILL, DENOISE, IDLE, COMMIT = ForwardKind.PREFILL, ForwardKind.DENOISE, ForwardKind.IDLE, ForwardKind.COMMIT

@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tracer.capture import trace_metadata, trace_prompts
 from tracer.checkpoint import Provenance
-from tracer.decode import LOOP_NAMES, DecodeSettings, Window
+from tracer.decode_settings import LOOP_NAMES, DecodeSettings
+from tracer.decode_state import Window
 from tracer.doctor import check
 from tracer.llada2 import block_causal_mask
 from tracer.observe import Observation

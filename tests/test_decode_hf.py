@@ -6,8 +6,8 @@ import pytest
 import torch
 from decode_models import EOS, MASK, VOCAB, WORD, Editing, NoiseModel, ScriptedModel, decode, kinds
 
-from tracer.decode import DecodeError, accept_above
-from tracer.decode_accept import step_quotas
+from tracer.decode_accept import accept_above, step_quotas
+from tracer.decode_settings import DecodeError
 from tracer.schema import ForwardKind
 
 DENOISE, EDIT = ForwardKind.DENOISE, ForwardKind.EDIT

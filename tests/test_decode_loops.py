@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import reference_decode
-from decode_models import NoiseModel, noise
+from decode_models import NoiseModel, decode_request, noise
 
-from tracer.decode import LOOP_NAMES, DecodeError, DecodeSettings, decode_request
+from tracer.decode_settings import LOOP_NAMES, DecodeError, DecodeSettings
 from tracer.schema import ForwardKind
 
 VOCAB, MASK, EOS = 9, 8, 7

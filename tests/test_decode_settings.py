@@ -1,7 +1,8 @@
 import pytest
 from decode_models import EOS, MASK, settings
 
-from tracer.decode import LOOP_NAMES, LOOPS
+from tracer.decode import LOOPS
+from tracer.decode_settings import LOOP_NAMES
 from tracer.schema import TraceError
 
 SGLANG = ("sglang_low_confidence", "sglang_joint_threshold")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from decode_models import EOS, MASK, WORD, Editing, ScriptedModel, decode, kinds
 
-from tracer.decode import DecodeError
 from tracer.decode_sample import predict, propose_penalised
+from tracer.decode_settings import DecodeError
 from tracer.schema import ForwardKind
 
 PREFILL, DENOISE, COMMIT, EDIT = ForwardKind.PREFILL, ForwardKind.DENOISE, ForwardKind.COMMIT, ForwardKind.EDIT

@@ -11,7 +11,7 @@ from tracer import doctor
 from tracer.capture import trace_prompts
 from tracer.checkpoint import load, read_provenance
 from tracer.corpus import prompts, split_of
-from tracer.decode import DecodeSettings
+from tracer.decode_settings import DecodeSettings
 from tracer.schema import TraceError
 from tracer.shipped import find_model, find_trace
 from tracer.store import TraceReader

@@ -13,7 +13,8 @@ import torch
 
 from tracer.capture import trace_metadata, trace_prompts
 from tracer.checkpoint import Provenance
-from tracer.decode import DecodeResult, DecodeSettings, decode_prompts
+from tracer.decode import DecodeResult, decode_prompts
+from tracer.decode_settings import DecodeSettings
 from tracer.doctor import check
 from tracer.llada2 import LLaDA2
 from tracer.observe import Observation

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from tracer.checkpoint import Provenance
-from tracer.decode import DecodeResult, DecodeSettings, ForwardEvent, decode_prompts
+from tracer.decode import DecodeResult, decode_prompts
+from tracer.decode_settings import DecodeSettings
+from tracer.decode_state import ForwardEvent
 from tracer.llada2 import LLaDA2
 from tracer.observe import SKETCH_SEED, LayerObservation, Observation
 from tracer.observed import ObservedModel

@@ -11,33 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tracer.decode_accept import TIE, accept_above, accept_threshold
 from tracer.decode_dinfer import decode_dinfer
 from tracer.decode_hf import decode_hf20, decode_hf21
 from tracer.decode_sample import Prediction, predict
-from tracer.decode_settings import LOOP_NAMES, DecodeError, DecodeSettings
+from tracer.decode_settings import DecodeError, DecodeSettings
 from tracer.decode_sglang import decode_joint_threshold, decode_low_confidence
 from tracer.decode_state import Decoding, Ending, ForwardEvent, Reply, Steps, Window
 from tracer.schema import ForwardKind
-
-__all__ = [
-    "LOOPS",
-    "LOOP_NAMES",
-    "TIE",
-    "BatchModel",
-    "BlockModel",
-    "DecodeError",
-    "DecodeResult",
-    "DecodeSettings",
-    "ForwardEvent",
-    "Prediction",
-    "Window",
-    "accept_above",
-    "accept_threshold",
-    "decode_prompts",
-    "decode_request",
-    "predict",
-]
 
 LOOPS: dict[str, Callable[[Decoding], Steps[Ending]]] = {
     "dinfer": decode_dinfer,
@@ -48,19 +28,8 @@ LOOPS: dict[str, Callable[[Decoding], Steps[Ending]]] = {
 }
 
 
-class BlockModel(Protocol):
-    """What a loop asks of a model that answers one request."""
-
-    def forward(self, token_ids: NDArray[np.int64], start: int) -> torch.Tensor:
-        """Logits [T, V] of the tokens at positions start to start + T - 1, which see all before them.
-
-        Positions below `start` are committed: their keys and values stay those of the last forward that ran them.
-        """
-        ...
-
-
 class BatchModel(Protocol):
-    """What the loops ask of a model that answers requests side by side."""
+    """What the loops ask of a model, which answers requests side by side."""
 
     def open(self, request: int, num_positions: int) -> None:
         """A request begins, which will take this many positions at most."""
@@ -150,49 +119,6 @@ def decode_prompts(
             if request in results:
                 model.close(request)
                 on_result(request, results[request])
-
-
-def decode_request(
-    model: BlockModel,
-    prompt_ids: Sequence[int] | NDArray[np.int64],
-    settings: DecodeSettings,
-    on_forward: Callable[[ForwardEvent], None],
-    request: int = 0,
-) -> DecodeResult:
-    """Decode one request with a model that knows one only; see `decode_prompts`.
-
-    Args:
-        model: fresh, with nothing committed.
-        prompt_ids: [P]; may be empty, may not hold the mask.
-        settings: loop, lengths, thresholds and special ids.
-        on_forward: called once for each forward pass.
-        request: index that events and errors carry.
-
-    Raises:
-        DecodeError: the prompt holds a mask, the loop cannot end, or the model's logits are not finite.
-    """
-    [result] = decode_prompts(
-        _Alone(model), [prompt_ids], settings, lambda events: on_forward(events[0]), first_request=request
-    )
-    return result
-
-
-class _Alone:
-    """A model for one request where one for several is asked for."""
-
-    def __init__(self, model: BlockModel) -> None:
-        self._model = model
-
-    def open(self, request: int, num_positions: int) -> None:
-        """The model is fresh."""
-
-    def forward(self, windows: Sequence[Window]) -> torch.Tensor:
-        """Run the only window."""
-        [window] = windows
-        return self._model.forward(window.token_ids, window.start)
-
-    def close(self, request: int) -> None:
-        """Nothing is kept here."""
 
 
 def _start(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tracer.decode import Window
+from tracer.decode_state import Window
 from tracer.llada2 import KVCache, LLaDA2
 from tracer.observe import Observation
 from tracer.schema import TraceError

@@ -12,7 +12,9 @@ import torch
 
 from tracer.capture import trace_prompts
 from tracer.corpus import Document, prompts
-from tracer.decode import TIE, DecodeSettings, ForwardEvent
+from tracer.decode_accept import TIE
+from tracer.decode_settings import DecodeSettings
+from tracer.decode_state import ForwardEvent
 from tracer.llada2 import LLaDA2, block_causal_mask
 from tracer.problems import OPERATIONS, final_answer
 from tracer.schema import ForwardKind, Pass

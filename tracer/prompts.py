@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from tracer.decode import DecodeSettings
+from tracer.decode_settings import DecodeSettings
 from tracer.llada2_config import LLaDA2Config
 from tracer.schema import TraceError
 from tracer.tokenizer import Tokenizer

@@ -15,7 +15,8 @@ import torch
 from tracer.calibration import Calibrator
 from tracer.capture import trace_metadata, trace_prompts
 from tracer.checkpoint import Provenance
-from tracer.decode import DecodeError, DecodeResult, DecodeSettings
+from tracer.decode import DecodeResult
+from tracer.decode_settings import DecodeError, DecodeSettings
 from tracer.llada2 import LLaDA2
 from tracer.pretrain_scores import decode_settings
 from tracer.schema import GATE_DTYPES, ForwardKind, Pass, TraceError

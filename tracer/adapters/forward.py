@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tracer.decode import predict
+from tracer.decode_sample import predict
 from tracer.schema import ForwardKind, TraceError
 
 WEIGHT_TOLERANCE = 1e-4  # of a sum of weights, relative, where they have 32 bits
