@@ -8,7 +8,7 @@ import torch
 
 from tracer import bench
 from tracer.bench import MINI, main
-from tracer.bench_decode import Unobserved, Workload
+from tracer.bench_decode import Workload
 from tracer.random_checkpoint import write_random
 
 TINY = ["--device", "cpu", "--dtype", "float32", "--block-length", "8", "--gen-length", "8", "--prompt-length", "9"]
@@ -41,18 +41,6 @@ def test_a_checkpoint_that_is_there_with_mapped_experts_and_signals(tmp_path, ca
     assert "| load it, experts mapped | " in text
     assert "pairs of decodes: 1, with signals" in text
     assert "write a random checkpoint" not in text
-
-
-def test_unobserved_models_show_nothing():
-    class Model:
-        dtype = "some"
-
-        def __call__(self, tokens, *, mask):
-            return tokens, mask
-
-    model = Unobserved(Model())
-    assert model.dtype == "some"
-    assert model(1, mask=2, observer=object()) == (1, 2)
 
 
 def test_ids_of_the_released_vocabulary():

@@ -17,7 +17,6 @@ from tracer.decode import DecodeResult, decode_prompts
 from tracer.decode_settings import DecodeSettings
 from tracer.doctor import check
 from tracer.llada2 import LLaDA2
-from tracer.observe import Observation
 from tracer.observed import ObservedModel
 from tracer.schema import Pass, TraceError
 from tracer.special_ids import RELEASED_IDS, RELEASED_VOCAB
@@ -55,21 +54,6 @@ class Workload:
         rng = np.random.default_rng(0)
         for _ in range(self.num_pairs + 1):
             yield rng.integers(0, min(settings.mask_id, settings.eos_id), self.prompt_length).tolist()
-
-
-class Unobserved:
-    """A model that shows nothing to an observer."""
-
-    def __init__(self, model: LLaDA2) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        """All else is the model's."""
-        return getattr(self._model, name)
-
-    def __call__(self, *arguments: Any, observer: object, **named: Any) -> Any:
-        """A forward."""
-        return self._model(*arguments, **named)
 
 
 class TimedWriter:
@@ -110,6 +94,10 @@ def measure_decodes(model: LLaDA2, workload: Workload, name: str, provenance: Pr
 
     writing_s = 0.0
 
+    def plain(prompt: list[int]) -> DecodeResult:
+        unobserved = ObservedModel(model, None, settings.block_length)
+        return decode_prompts(unobserved, [prompt], settings, lambda events: None)[0]
+
     def traced(prompt: list[int]) -> DecodeResult:
         nonlocal writing_s
         with TraceWriter(path, metadata, overwrite=True) as writer:
@@ -120,7 +108,7 @@ def measure_decodes(model: LLaDA2, workload: Workload, name: str, provenance: Pr
         return result
 
     on_cuda = model.device.type == "cuda"
-    calls = {"plain": lambda prompt: decode_plain(model, prompt, settings), "traced": traced}
+    calls = {"plain": plain, "traced": traced}
     pairs: list[Pair] = []
     for nth, prompt in enumerate(workload.prompts(settings)):
         seconds, results = {}, {}
@@ -145,9 +133,3 @@ def measure_decodes(model: LLaDA2, workload: Workload, name: str, provenance: Pr
         "trace_bytes_per_forward": sum(file.stat().st_size for file in path.iterdir()) / pairs[-1].num_forwards,
         "gpu_bytes": torch.cuda.max_memory_allocated(model.device) if on_cuda else None,
     }
-
-
-def decode_plain(model: LLaDA2, prompt: list[int], settings: DecodeSettings) -> DecodeResult:
-    """Decode one prompt and keep nothing of its forwards."""
-    observed = ObservedModel(Unobserved(model), Observation(model, False), settings.block_length)  # type: ignore[arg-type]  # a model in all it does
-    return decode_prompts(observed, [prompt], settings, lambda events: None)[0]

@@ -30,12 +30,14 @@ class ObservedModel:
 
     Args:
         model: in inference, on its device.
-        observation: cleared before each forward, so that it shows the last one.
+        observation: cleared before each forward, so that it shows the last one; None observes nothing.
         block_length: of the block-causal mask.
         mask_mode: strict, under which later blocks are not seen; or soft01, which only prefers the earlier ones.
     """
 
-    def __init__(self, model: LLaDA2, observation: Observation, block_length: int, mask_mode: str = "strict") -> None:
+    def __init__(
+        self, model: LLaDA2, observation: Observation | None, block_length: int, mask_mode: str = "strict"
+    ) -> None:
         self._model = model
         self._observation = observation
         self._block_length = block_length
@@ -62,7 +64,8 @@ class ObservedModel:
         starts = torch.tensor([window.start for window in windows])
         mask = attention_mask(starts, torch.tensor(sizes), self._block_length, self._mask_mode)
         kept = _kept(sizes, device)
-        self._observation.clear(kept)
+        if self._observation is not None:
+            self._observation.clear(kept)
         logits = self._model(
             token_ids.to(device),
             (starts[:, None] + torch.arange(max(sizes))).to(device),
