@@ -108,8 +108,8 @@ def test_update_makes_tables_anew_and_leaves_the_rest(tmp_path):
 
 def test_what_cannot_be_read_is_one_line():
     finished = command(lambda: sys.exit(main(["proxy-tony"])))
-    assert finished.code == 1
-    assert finished.err.startswith("tracer.card: trace 'proxy-tony': no such directory")
+    assert finished.code == 2
+    assert finished.err.startswith("tracer.card: error: trace 'proxy-tony': no such directory")
     assert finished.err.count("\n") == 1
     assert command(main).code == 2
     with pytest.raises(TraceError, match="proxy-tony"):

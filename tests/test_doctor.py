@@ -364,10 +364,10 @@ def test_leftovers_are_mentioned_but_do_not_condemn(trace, capsys):
 
 def test_several_traces_and_unknown_names(tmp_path, made, capsys):
     good = write(tmp_path / "good.trace", *made)
-    assert main([str(tmp_path / "none.trace"), str(good)]) == 1
+    assert main([str(tmp_path / "none.trace"), str(good)]) == 2
     out, err = capsys.readouterr()
     assert out.endswith("SOUND\n")
-    assert err.startswith("oled-doctor: trace ")
+    assert err.startswith("oled-doctor: error: trace ")
     assert "no such directory" in err
     assert err.count("\n") == 1
     assert not check(tmp_path / "none.trace").ok
@@ -393,7 +393,7 @@ def test_a_link_to_nothing_is_a_finding(trace, tmp_path, table):
 
 def test_a_trace_that_is_a_link_to_nothing(tmp_path, capsys):
     (tmp_path / "x.trace").symlink_to(tmp_path / "nowhere")
-    assert main([str(tmp_path / "x.trace")]) == 1
+    assert main([str(tmp_path / "x.trace")]) == 2
     assert "no such directory" in capsys.readouterr().err
 
 

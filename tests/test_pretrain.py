@@ -319,12 +319,12 @@ def test_configurations_are_checked():
 
 
 def test_command_line_refuses_in_one_line(tmp_path, capsys):
-    assert pretrain.main(["--config", "nope", "--minutes", "1", "--out", str(tmp_path)]) == 1
+    assert pretrain.main(["--config", "nope", "--minutes", "1", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: config 'nope': allowed are proxy-tiny")
-    assert pretrain.main(["--evaluate", str(tmp_path)]) == 1
+    assert pretrain.main(["--evaluate", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     used = ["--config", "proxy-tiny", "--minutes", "1", "--device", "cpu", "--out", str(Path(__file__).parent)]
-    assert pretrain.main(used) == 1
+    assert pretrain.main(used) == 2
     assert "is not empty; remove it or name another" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         pretrain.main(["--evaluate", "proxy-tiny", "--problems", "0"])

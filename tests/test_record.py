@@ -345,5 +345,5 @@ def test_wrong_options_are_refused(tmp_path, capsys, arguments, message):
 
 def test_a_missing_checkpoint_is_one_line(tmp_path, capsys):
     arguments = ["--config", "proxy-tiny", "--record-minutes", "1", "--device", "cpu", "--out", str(tmp_path)]
-    assert record_proxy.main(arguments) == 1
+    assert record_proxy.main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}/training/checkpoint: no ")

@@ -124,20 +124,20 @@ def test_damaged_bytes_end_what_is_recovered(left, where):
 
 def test_the_command_finds_what_was_left_by_the_name_of_the_trace(left, tmp_path, capsys):
     path = tmp_path / "x.trace"
-    assert doctor.main([str(path)]) == 1
+    assert doctor.main([str(path)]) == 2
     assert f"`oled-doctor --recover {left}` may have requests of it" in capsys.readouterr().err
     assert doctor.main(["--recover", str(path)]) == 0
     out = capsys.readouterr().out
     assert f"{path}: recovered 3 finished requests" in out
     assert "warning: recovered from a recording that was stopped" in out
-    assert doctor.main(["--recover", str(path)]) == 1
+    assert doctor.main(["--recover", str(path)]) == 2
     assert "nothing to recover" in capsys.readouterr().err
 
 
 def test_a_taken_name_is_not_replaced(left, tmp_path, capsys):
     (tmp_path / "x.trace").mkdir()
     (tmp_path / "x.trace" / "letter").write_text("dear")
-    assert doctor.main(["--recover", str(left)]) == 1
+    assert doctor.main(["--recover", str(left)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert doctor.main(["--recover", str(left), "--output", str(tmp_path / "y.trace")]) == 0
     assert TraceReader(tmp_path / "y.trace").num_requests == 3

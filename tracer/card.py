@@ -240,7 +240,7 @@ def _answer(options: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m tracer.card TRACE...`: print the tables; returns 1 when a trace cannot be read, else 0."""
+    """`python -m tracer.card TRACE...`: print the tables; returns 2 when a trace cannot be read, else 0."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if bool(options.trace) == bool(options.update):
@@ -251,8 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(_answer(options), end="")
     except (TraceError, OSError) as error:
-        print(f"tracer.card: {error}", file=sys.stderr)
-        return 1
+        print(f"tracer.card: error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

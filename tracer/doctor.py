@@ -230,9 +230,12 @@ def _check_groups(report: Report, footers: dict[str, Footer], whole: bool) -> No
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`oled-doctor TRACE...`: print a verdict on each trace; returns 1 when one of them has errors, else 0.
+    """`oled-doctor TRACE...`: print a verdict on each trace.
 
     `oled-doctor --recover PARTIAL` makes a trace of what a stopped writer finished, and prints a verdict on that.
+
+    Returns:
+        2 where one of them is not there or cannot be recovered, else 1 where one has errors, else 0.
     """
     parser = argparse.ArgumentParser(prog="oled-doctor", description="Examine traces and say what is wrong with them.")
     parser.add_argument("trace", nargs="+", help="directory of a trace, or the name of a shipped one")
@@ -258,16 +261,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(recovered)
             report = check(recovered.path if options.recover else find_trace(name))
             print(report)
+            status = max(status, 0 if report.ok else 1)
         except TraceError as error:
             left = [] if options.recover else partials_of(Path(name))
             hint = f"; `oled-doctor --recover {left[0]}` may have requests of it" if left else ""
-            print(f"oled-doctor: {error}{hint}", file=sys.stderr)
-            status = 1
+            print(f"oled-doctor: error: {error}{hint}", file=sys.stderr)
+            status = 2
         except KeyboardInterrupt:
             print("oled-doctor: interrupted", file=sys.stderr)
             return 130
-        else:
-            status = status if report.ok else 1
     return status
 
 

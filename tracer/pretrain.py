@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _train_and_score(options)
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = run(config, options)
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     print(json.dumps(report))
     return 0
 
