@@ -64,7 +64,7 @@ def test_a_fault_is_named_and_complete_requests_are_kept(tmp_path, fault, messag
     with pytest.raises(TraceError, match=message) as caught:
         run()
     kept = tmp_path / "a.finished.trace"
-    assert caught.value.__notes__ == [f"the 1 complete requests before it are kept in {kept}"]
+    assert caught.value.__notes__ == [f"what was complete before it, 1 request, is kept in {kept}"]
     assert [entry.name for entry in tmp_path.iterdir()] == [kept.name]
     assert not check(kept).findings
     whole, _ = record(tmp_path / "whole.trace", prompts=PROMPTS[:1])

@@ -23,7 +23,7 @@ from tracer.files import read_footer
 from tracer.journal import JOURNAL
 from tracer.parquet_end import end_of
 from tracer.recover import recover
-from tracer.schema import GATE_DTYPES, TraceError
+from tracer.schema import GATE_DTYPES, TraceError, counted
 from tracer.shipped import find_trace
 from tracer.store import TraceReader, TraceWriter
 from tracer.tables import TABLES
@@ -118,7 +118,7 @@ def test_damaged_bytes_end_what_is_recovered(left, where):
     found = recover(left)
     assert 1 <= found.num_requests < 3
     assert found.num_damaged == 3 - found.num_requests
-    assert f"{found.num_damaged} row groups could not be read" in str(found)
+    assert f"{counted(found.num_damaged, 'row group')} could not be read" in str(found)
     assert check(found.path).ok
 
 

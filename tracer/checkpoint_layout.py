@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tracer.llada2_config import LLaDA2Config
 from tracer.records import read_object
-from tracer.schema import TraceError
+from tracer.schema import TraceError, counted
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -168,7 +168,7 @@ def require_files(shards: Iterable[Path]) -> None:
 def enumerate_names(names: list[str], fault: str, what: str = "tensor") -> str:
     """How many have a fault, and the first of them."""
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return f"{len(names)} {fault} {what}{'s' if len(names) > 1 else ''}: {', '.join(names[:_NUM_NAMED])}{more}"
+    return f"{counted(len(names), f'{fault} {what}')}: {', '.join(names[:_NUM_NAMED])}{more}"
 
 
 def read_file(path: Path) -> dict[str, Any]:

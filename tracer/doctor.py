@@ -18,7 +18,7 @@ from tracer.checks import MAX_PLACES, Finding, Place, lay_out
 from tracer.exchange import put_back
 from tracer.files import Footer, open_groups, read_footer, tables_in
 from tracer.recover import partials_of, recover
-from tracer.schema import SCHEMA_VERSION, TraceError, TraceMetadata
+from tracer.schema import SCHEMA_VERSION, TraceError, TraceMetadata, counted
 from tracer.shipped import find_trace
 from tracer.tables import KIND_NAMES, REQUIRED_TABLES, ContentHash, Group
 from tracer.values import check_forwards, check_rows
@@ -112,14 +112,10 @@ class Report:
 
     def _verdict(self) -> str:
         severities = Counter(finding.severity for finding in self.findings)
-        errors, warnings = (_plural(severities[s], s) for s in ("error", "warning"))
+        errors, warnings = (f"{counted(severities[s], 'kind')} of {s}" for s in ("error", "warning"))
         if severities["error"]:
             return f"NOT SOUND: {errors}, {warnings}; do not use this trace"
         return f"SOUND, with {warnings} to look at" if severities["warning"] else "SOUND"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} kind{'' if count == 1 else 's'} of {noun}"
 
 
 def _size(num_bytes: int) -> str:

@@ -20,7 +20,7 @@ from tracer.journal import JOURNAL, Flush, is_in_use, read_journal
 from tracer.parquet_end import end_of
 from tracer.parts import join, split
 from tracer.rows import decode
-from tracer.schema import Pass, TraceError, TraceMetadata
+from tracer.schema import Pass, TraceError, TraceMetadata, counted
 from tracer.store import TraceWriter
 from tracer.tables import TABLES, Group, columns_of
 from tracer.values import check_forwards, check_rows
@@ -39,8 +39,8 @@ class Recovered:
 
     def __str__(self) -> str:
         lost = f"; begun, and not finished: {', '.join(map(str, self.lost))}" if self.lost else ""
-        damaged = f"; {self.num_damaged} row groups could not be read" if self.num_damaged else ""
-        return f"{self.path}: recovered {self.num_requests} finished requests{lost}{damaged}"
+        damaged = f"; {counted(self.num_damaged, 'row group')} could not be read" if self.num_damaged else ""
+        return f"{self.path}: recovered {counted(self.num_requests, 'finished request')}{lost}{damaged}"
 
 
 def recover(place: Path, output: Path | None = None) -> Recovered:

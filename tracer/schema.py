@@ -34,6 +34,11 @@ def choices(word: str, allowed: Iterable[str]) -> str:
     return f"{hint}allowed: {', '.join(names) or 'none'}"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things in words: `1 request`, `2 requests`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 class ForwardKind(IntEnum):
     """What one forward pass did for one request; the Parquet column holds the lower-case name."""
 

@@ -22,7 +22,7 @@ from tracer.adapters.recording import Recording
 from tracer.adapters.registry import find_adapter
 from tracer.own_version import own_version
 from tracer.rows import encode
-from tracer.schema import GATE_DTYPES, Pass, TraceError, TraceMetadata
+from tracer.schema import GATE_DTYPES, Pass, TraceError, TraceMetadata, counted
 from tracer.store import TraceWriter
 
 ROWS = ("all", "block")
@@ -171,7 +171,7 @@ class Session:
         with suppress(TraceError):  # the error that led here is the one to report
             self._writer.close()
         if kept.exists():
-            error.add_note(f"the {self.num_requests} complete requests before it are kept in {kept}")
+            error.add_note(f"what was complete before it, {counted(self.num_requests, 'request')}, is kept in {kept}")
         elif self._writer.kept is not None:
             error.add_note(
                 f"oled-doctor --recover {self._writer.kept} makes a trace of the complete requests before it"
