@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -24,7 +25,7 @@ class Watcher(Protocol):
         ...
 
 
-class Adapter:
+class Adapter(ABC):
     """Knows one engine: where its layers are, what its gates return, and how it decodes.
 
     Raises:
@@ -41,20 +42,20 @@ class Adapter:
     weight_sum: float | None  # as in Rules
     model: nn.Module
 
-    def __init__(self, target: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def __init__(self, target: Any) -> None: ...
 
+    @abstractmethod
     def install(self, hooks: Hooks, watcher: Watcher) -> None:
         """Put the hooks in."""
-        raise NotImplementedError
 
     def generate(self) -> tuple[Any, str] | None:
         """Object and name of the call that answers one request, where the engine has one."""
         return None
 
     def settings(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """How a call of `generate` decodes, by names of a trace; `mask_id` must be among them."""
-        raise NotImplementedError
+        """How a call of `generate` decodes, by names of a trace; where there is such a call, `mask_id` is among them."""
+        return {}
 
     def details(self) -> dict[str, Any]:
         """What else the trace's metadata says."""
@@ -108,15 +109,27 @@ def read_shape(model: nn.Module, layer_ids: tuple[int, ...], where: str, **chang
         "dense_intermediate": part(config, "intermediate_size", where),
         "num_dense_layers": len(part(model, "model.layers", where)) - len(layer_ids),
     }
-    dtype = dtype_name(model)
+    dtype = dtype_name(next(model.parameters()).dtype)
     if dtype in WEIGHT_BITS:
         values["weight_dtype"] = dtype
     return ModelShape(**values | changes)
 
 
-def dtype_name(model: nn.Module) -> str:
-    """Type of the model's weights, as torch calls it without its prefix."""
-    return str(next(model.parameters()).dtype).removeprefix("torch.")
+def read_llada2_shape(model: nn.Module, layers: Mapping[int, nn.Module], where: str) -> ModelShape:
+    """Sizes of a LLaDA2.x model: also the scale of its gates, and its shared experts."""
+    scale = float(part(model, "config.routed_scaling_factor", where))
+    shared = part(model, "config.num_shared_experts", where) or 0
+    return read_shape(model, tuple(layers), where, gate_scale=scale, num_shared_experts=shared)
+
+
+def bias_dtypes(layers: Mapping[int, nn.Module]) -> str:
+    """Types in which the gates hold their biases."""
+    return ", ".join(sorted({dtype_name(layer.mlp.gate.expert_bias.dtype) for layer in layers.values()}))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What torch calls it, without its prefix."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _first(output: Any) -> Tensor:
@@ -167,7 +180,7 @@ def watch_forwards(hooks: Hooks, watcher: Watcher, model: nn.Module, region: Reg
         region: from token ids [1, T] and all arguments of a forward, the rows that the loop decodes.
         where: stands at the head of messages.
     """
-    refuse_compiled(model, "forward", where)
+    refuse_compiled(model, where)
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         recording = watcher.recording
@@ -176,12 +189,8 @@ def watch_forwards(hooks: Hooks, watcher: Watcher, model: nn.Module, region: Reg
         arguments = arguments_of(original, args, kwargs)
         input_ids = arguments.get("input_ids")
         rows = None if input_ids is None else region(input_ids, arguments, recording)
-        recording.begin(input_ids, _positions(arguments, input_ids), rows)
-        try:
+        with recording.forward(input_ids, _positions(arguments, input_ids), rows):
             output = original(*args, **kwargs)
-        except BaseException:
-            recording.abandon()
-            raise
         recording.end(output.logits if hasattr(output, "logits") else output[0])
         return output
 
@@ -199,11 +208,7 @@ def _positions(arguments: Mapping[str, Any], input_ids: Tensor | None) -> Tensor
     return torch.arange(input_ids.shape[-1]) + int(cache.get_seq_length())
 
 
-def last_block(block_length: int | None) -> Callable[[Tensor], slice]:
-    """Rows of the last block of a window, or all where there are no blocks."""
-    return lambda input_ids: slice(max(input_ids.shape[1] - block_length, 0) if block_length else 0, input_ids.shape[1])
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the first weights are."""
-    return next(model.parameters()).device
+def last_block(input_ids: Tensor, block_length: int | None) -> slice:
+    """Rows of the last block of a window [1, T], or all where there are no blocks."""
+    stop = input_ids.shape[1]
+    return slice(max(stop - block_length, 0) if block_length else 0, stop)

@@ -11,9 +11,10 @@ from tracer.adapters.adapter import (
     SUPPORTED,
     Adapter,
     Watcher,
+    bias_dtypes,
     moe_layers,
     part,
-    read_shape,
+    read_llada2_shape,
     watch_forwards,
     watch_streams,
 )
@@ -45,10 +46,8 @@ class DInfer(Adapter):
                 raise TraceError(
                     f"{self.name}: {type(layer.mlp.gate).__name__} has no routing; this adapter knows the vLLM backend"
                 )
-        scale = float(part(self.model, "config.routed_scaling_factor", self.name))
-        shared = part(self.model, "config.num_shared_experts", self.name) or 0
-        self.shape = read_shape(self.model, tuple(self._layers), self.name, gate_scale=scale, num_shared_experts=shared)
-        self.weight_sum = scale
+        self.shape = read_llada2_shape(self.model, self._layers, self.name)
+        self.weight_sum = self.shape.gate_scale
 
     def install(self, hooks: Hooks, watcher: Watcher) -> None:
         """Wrap the model's call, each gate's routing, and the decoder."""
@@ -87,11 +86,10 @@ class DInfer(Adapter):
 
     def details(self) -> dict[str, Any]:
         """Which classes of dInfer ran."""
-        bias = {str(layer.mlp.gate.expert_bias.dtype) for layer in self._layers.values()}
         return {
             "mask_mode": "strict",
             "classes": {"loop": type(self._loop).__name__, "decoder": type(self._decoder).__name__},
-            "expert_bias_dtype": ", ".join(sorted(name.removeprefix("torch.") for name in bias)),
+            "expert_bias_dtype": bias_dtypes(self._layers),
         }
 
     @staticmethod

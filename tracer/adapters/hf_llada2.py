@@ -12,10 +12,11 @@ from tracer.adapters.adapter import (
     SUPPORTED,
     Adapter,
     Watcher,
+    bias_dtypes,
     last_block,
     moe_layers,
     part,
-    read_shape,
+    read_llada2_shape,
     watch_forwards,
     watch_streams,
 )
@@ -24,25 +25,7 @@ from tracer.adapters.recording import Recording
 from tracer.schema import ForwardKind
 
 MASK_ID = 156895  # what the released generate falls back to
-_SETTINGS = {  # names of the released generate, and what a trace calls them
-    "editing_threshold": "edit_threshold",
-    "eos_early_stop": "early_stop",
-} | {
-    name: name
-    for name in (
-        "block_length",
-        "threshold",
-        "temperature",
-        "top_k",
-        "top_p",
-        "gen_length",
-        "steps",
-        "minimal_topk",
-        "num_to_transfer",
-        "max_post_steps",
-        "eos_id",
-    )
-}
+_RENAMED = {"editing_threshold": "edit_threshold", "eos_early_stop": "early_stop"}  # what a trace calls otherwise
 
 
 class HfLLaDA2(Adapter):
@@ -62,11 +45,8 @@ class HfLLaDA2(Adapter):
         self._layers = moe_layers(target, self.name)
         for layer in self._layers.values():
             part(layer, "mlp.gate.expert_bias", self.name)
-        scale = float(part(target, "config.routed_scaling_factor", self.name))
-        shared = part(target, "config.num_shared_experts", self.name) or 0
-        self.shape = read_shape(target, tuple(self._layers), self.name, gate_scale=scale, num_shared_experts=shared)
-        self.weight_sum = scale
-        self._block_length: int | None = None
+        self.shape = read_llada2_shape(target, self._layers, self.name)
+        self.weight_sum = self.shape.gate_scale
         self._mask_mode = "unknown"
 
     def install(self, hooks: Hooks, watcher: Watcher) -> None:
@@ -81,18 +61,16 @@ class HfLLaDA2(Adapter):
         return (self.model, "generate") if hasattr(self.model, "generate") else None
 
     def settings(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Of a call of `generate`: its arguments, as far as they are plain."""
-        found = {ours: arguments[name] for name, ours in _SETTINGS.items() if arguments.get(name) is not None}
-        mask_id = arguments.get("mask_id")
-        return found | {"mask_id": MASK_ID if mask_id is None else int(mask_id)}
+        """Of a call of `generate`: its arguments."""
+        found = {_RENAMED.get(name, name): value for name, value in arguments.items() if value is not None}
+        return found | {"mask_id": int(found.get("mask_id", MASK_ID))}
 
     def details(self) -> dict[str, Any]:
         """Mask mode as the model was given it, precision of the gates, and which sampler ran."""
-        bias = {str(layer.mlp.gate.expert_bias.dtype) for layer in self._layers.values()}
         return {
             "mask_mode": self._mask_mode,
             "router_dtype": "float32",
-            "expert_bias_dtype": ", ".join(sorted(name.removeprefix("torch.") for name in bias)),
+            "expert_bias_dtype": bias_dtypes(self._layers),
             "sampler_patched": "_sample_with_temperature_topk_topp" in vars(self.model),
         }
 
@@ -100,7 +78,7 @@ class HfLLaDA2(Adapter):
         mask = arguments.get("attention_mask")
         if self._mask_mode == "unknown":
             self._mask_mode = mask_mode(mask)
-        return last_block(recording.settings.get("block_length"))(input_ids)
+        return last_block(input_ids, recording.settings.get("block_length"))
 
     @staticmethod
     def _gate_hook(watcher: Watcher, layer_id: int) -> Callable[[Any], None]:

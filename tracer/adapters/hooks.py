@@ -65,12 +65,11 @@ def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return named
 
 
-def refuse_compiled(owner: Any, name: str, where: str) -> None:
-    """Refuse a compiled call: it runs without the hooks of the modules within.
+def refuse_compiled(model: nn.Module, where: str) -> None:
+    """Refuse a compiled model: it runs without the hooks of the modules within.
 
     Raises:
-        TraceError: torch.compile made `owner`, or `owner.name`.
+        TraceError: torch.compile made it, or its `forward`.
     """
-    call = getattr(owner, name)
-    if hasattr(owner, "_orig_mod") or hasattr(call, "_torchdynamo_orig_callable"):
+    if hasattr(model, "_orig_mod") or hasattr(model.forward, "_torchdynamo_orig_callable"):
         raise TraceError(f"{where}: is compiled, which skips hooks; attach to the model before torch.compile")

@@ -70,7 +70,7 @@ class Qwen3Moe(Adapter):
     def _region(self, input_ids: Tensor, arguments: Mapping[str, Any], recording: Recording) -> slice | None:
         if not bool((input_ids == recording.rules.mask_id).any()):
             return None
-        return last_block(recording.settings.get("block_length"))(input_ids)
+        return last_block(input_ids, recording.settings.get("block_length"))
 
     def _around_block(self, watcher: Watcher, layer_id: int) -> Callable[..., Any]:
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

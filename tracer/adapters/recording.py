@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -33,8 +35,11 @@ class Recording:
         self._final: NDArray[np.int64] | None = None
         self._block, self._block_start, self._iteration = -1, -1, 0
 
-    def begin(self, input_ids: Tensor | None, positions: Tensor | None = None, region: slice | None = None) -> None:
-        """A forward begins.
+    @contextmanager
+    def forward(
+        self, input_ids: Tensor | None, positions: Tensor | None = None, region: slice | None = None
+    ) -> Iterator[None]:
+        """A forward runs within; nothing of it counts if it raises an error. `end` must follow.
 
         Args:
             input_ids: [1, T], the engine's own tensor.
@@ -56,6 +61,11 @@ class Recording:
             self._refuse(f"{len(forward.token_ids)} tokens at positions {forward.positions}; must ascend, one for each")
         self._settle(forward)
         self._running = forward
+        try:
+            yield
+        except BaseException:
+            self._running = None
+            raise
 
     def routed(self, layer_id: int, ids: Tensor, weights: Tensor) -> None:
         """The gate of a layer chose ids [T, K] with these weights [T, K]; copies are kept of both."""
@@ -88,10 +98,6 @@ class Recording:
             self._refuse(str(error))
         self._unsettled = forward
         self.num_forwards += 1
-
-    def abandon(self) -> None:
-        """The forward that runs raised an error: nothing of it counts."""
-        self._running = None
 
     def decoded(self, start: int, after: Tensor) -> None:
         """The decoder has worked on the forward that ended last.

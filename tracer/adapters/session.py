@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from tracer.adapters.adapter import EXPERIMENTAL, Adapter, device_of, dtype_name
+from tracer.adapters.adapter import EXPERIMENTAL, Adapter, dtype_name
 from tracer.adapters.forward import Rules
 from tracer.adapters.hooks import Hooks, arguments_of
 from tracer.adapters.recording import Recording
@@ -141,7 +141,7 @@ class Session:
         self.num_requests += 1
 
     def _metadata(self, settings: dict[str, Any]) -> TraceMetadata:
-        model = self._adapter.model
+        weights = next(self._adapter.model.parameters())
         decode = {"loop": f"{self._adapter.name} (the engine's own)"} | settings
         special_ids = {name: decode.pop(name) for name in ("mask_id", "eos_id") if name in decode}
         details = {
@@ -149,8 +149,8 @@ class Session:
             "adapter": {"name": self._adapter.name, "status": self._adapter.status, "rows": self._rows},
             "versions": _versions(),
             **special_ids,
-            "dtype": dtype_name(model),
-            "device": str(device_of(model)),
+            "dtype": dtype_name(weights.dtype),
+            "device": str(weights.device),
             **self._adapter.details(),
         }
         if self._checkpoint_hash:

@@ -8,8 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracer.adapters.adapter import EXPERIMENTAL, Adapter, Watcher, moe_layers, part, read_shape, watch_streams
-from tracer.adapters.hooks import Hooks, arguments_of
+from tracer.adapters.adapter import (
+    EXPERIMENTAL,
+    Adapter,
+    Watcher,
+    moe_layers,
+    part,
+    read_llada2_shape,
+    watch_streams,
+)
+from tracer.adapters.hooks import Hooks, arguments_of, refuse_compiled
 from tracer.adapters.recording import Recording
 from tracer.schema import ForwardKind, TraceError
 
@@ -32,12 +40,11 @@ class SGLangLLaDA2(Adapter):
         self._layers = moe_layers(target, self.name)
         for layer in self._layers.values():
             part(layer, "mlp.topk", self.name)
-        scale = float(part(target, "config.routed_scaling_factor", self.name))
-        shared = part(target, "config.num_shared_experts", self.name) or 0
-        self.shape = read_shape(target, tuple(self._layers), self.name, gate_scale=scale, num_shared_experts=shared)
+        self.shape = read_llada2_shape(target, self._layers, self.name)
 
     def install(self, hooks: Hooks, watcher: Watcher) -> None:
         """Hook each top-k module, and wrap the model's call."""
+        refuse_compiled(self.model, self.name)
         watch_streams(hooks, watcher, self._layers, _stream)
         for layer_id, layer in self._layers.items():
             hooks.after(layer.mlp.topk, self._topk_hook(watcher, layer_id))
@@ -48,14 +55,9 @@ class SGLangLLaDA2(Adapter):
                 return original(*args, **kwargs)
             values = arguments_of(original, args, kwargs)
             input_ids = values["input_ids"][None]  # [T] there
-            recording.begin(input_ids, values["positions"], self._region(input_ids, recording))
-            try:
+            with recording.forward(input_ids, values["positions"], self._region(input_ids, recording)):
                 output = original(*args, **kwargs)
-            except BaseException:
-                recording.abandon()
-                raise
-            logits = getattr(output, "full_logits", None)
-            recording.end(logits)
+            recording.end(getattr(output, "full_logits", None))
             return output
 
         hooks.wrap(self.model, "forward", around)
