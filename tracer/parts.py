@@ -8,34 +8,12 @@ from typing import Any
 import numpy as np
 
 from tracer.schema import Pass, Signals
+from tracer.tables import FORWARD_FIELDS, TOKEN_FIELDS
 
-_OF_REQUESTS = (
-    "requests",
-    "blocks",
-    "iterations",
-    "kinds",
-    "num_tokens",
-    "kv_lens",
-    "num_masked_in",
-    "num_accepted",
-    "cos_router_input",
-    "cos_layer_output",
-)
 # of arrays with an entry for each token, the axis that it stands on
-_OF_TOKENS = {
-    "positions": 0,
-    "token_ids_in": 0,
-    "is_masked_in": 0,
-    "argmax_ids": 0,
-    "p_argmax": 0,
-    "p_current": 0,
-    "accepted": 0,
-    "edited": 0,
-    "expert_ids": 1,
-    "gates": 1,
-}
+_OF_TOKENS = dict.fromkeys(TOKEN_FIELDS.values(), 0) | {"expert_ids": 1, "gates": 1}
 _OF_SIGNALS = {"score_ids": 1, "scores": 1, "input_norm": 1, "sketch": 0, "ahead_ids": 2}
-_AXES = dict.fromkeys(_OF_REQUESTS, 0) | _OF_TOKENS
+_AXES = dict.fromkeys(FORWARD_FIELDS.values(), 0) | _OF_TOKENS
 
 
 def split(pass_: Pass) -> list[Pass]:
@@ -45,7 +23,7 @@ def split(pass_: Pass) -> list[Pass]:
     for row, (stop, size) in enumerate(zip(stops.tolist(), pass_.num_tokens.tolist(), strict=True)):
         tokens = slice(stop - size, stop)
         signals = None if pass_.signals is None else Signals(**_cut(pass_.signals, _OF_SIGNALS, tokens))
-        requests = {name: getattr(pass_, name)[row : row + 1] for name in _OF_REQUESTS}
+        requests = {name: getattr(pass_, name)[row : row + 1] for name in FORWARD_FIELDS.values()}
         cut = _cut(pass_, _OF_TOKENS, tokens)
         parts.append(Pass(pass_id=pass_.pass_id, wall_ns=pass_.wall_ns, signals=signals, **requests, **cut))
     return parts

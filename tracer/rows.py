@@ -22,32 +22,10 @@ from tracer.schema import (
     TraceError,
     TraceMetadata,
 )
-from tracer.tables import AHEAD_COLUMNS, Columns, Group, columns_of, signal_widths
+from tracer.tables import AHEAD_COLUMNS, FORWARD_FIELDS, TOKEN_FIELDS, Columns, Group, columns_of, signal_widths
 from tracer.values import check_forwards, check_rows
 
-_FORWARD_FIELDS = {
-    "request": "requests",
-    "block": "blocks",
-    "iteration": "iterations",
-    "kind": "kinds",
-    "num_tokens": "num_tokens",
-    "kv_len": "kv_lens",
-    "num_masked_in": "num_masked_in",
-    "num_accepted": "num_accepted",
-    "cos_router_input": "cos_router_input",
-    "cos_layer_output": "cos_layer_output",
-}
 _KEYS = ("pass_id", "request", "layer", "position")
-_TOKEN_FIELDS = {
-    "position": "positions",
-    "token_id_in": "token_ids_in",
-    "is_masked_in": "is_masked_in",
-    "argmax_id": "argmax_ids",
-    "p_argmax": "p_argmax",
-    "p_current": "p_current",
-    "accepted": "accepted",
-    "edited": "edited",
-}
 
 
 def encode(pass_: Pass, metadata: TraceMetadata) -> Group:
@@ -75,10 +53,10 @@ def encode(pass_: Pass, metadata: TraceMetadata) -> Group:
     ids = np.take_along_axis(ids, by_id, axis=1)
     gates = np.take_along_axis(pass_.gates.reshape(-1, shape.top_k)[order], by_id, axis=1)
     _check_routing(ids, gates, keys, metadata)
-    forwards = {name: getattr(pass_, field) for name, field in _FORWARD_FIELDS.items()}
+    forwards = {name: getattr(pass_, field) for name, field in FORWARD_FIELDS.items()}
     forwards["pass_id"] = np.full(pass_.requests.size, pass_.pass_id)
     forwards["wall_ns"] = np.full(pass_.requests.size, pass_.wall_ns)
-    tokens = {name: getattr(pass_, field) for name, field in _TOKEN_FIELDS.items()}
+    tokens = {name: getattr(pass_, field) for name, field in TOKEN_FIELDS.items()}
     tokens["pass_id"] = np.full(num_tokens, pass_.pass_id)
     tokens["request"] = token_request
     routing = keys | {"expert_ids": ids, "gates": quantise_gates(gates, metadata.gate_dtype)}
@@ -137,10 +115,10 @@ def _place(arrays: Columns, row: int) -> str:
 
 def _expected_shapes(pass_: Pass, shape: ModelShape) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
     num_requests, num_tokens = len(pass_.requests), len(pass_.positions)
-    for field in _FORWARD_FIELDS.values():
+    for field in FORWARD_FIELDS.values():
         size = (num_requests, shape.num_layers) if field.startswith("cos_") else (num_requests,)
         yield field, getattr(pass_, field), size
-    for field in _TOKEN_FIELDS.values():
+    for field in TOKEN_FIELDS.values():
         yield field, getattr(pass_, field), (num_tokens,)
     rows = (shape.num_layers, num_tokens)
     yield "expert_ids", pass_.expert_ids, (*rows, shape.top_k)
@@ -220,8 +198,8 @@ def decode(group: Group, layout: Layout, shape: ModelShape) -> Iterator[Pass]:
             expert_ids=expert_ids[rows].reshape(size),
             gates=gates[rows].reshape(size),
             signals=_cut_signals(signals, rows, size) if signals else None,
-            **{field: forwards[name][i:j] for name, field in _FORWARD_FIELDS.items()},
-            **{field: tokens[name][start:stop] for name, field in _TOKEN_FIELDS.items()},
+            **{field: forwards[name][i:j] for name, field in FORWARD_FIELDS.items()},
+            **{field: tokens[name][start:stop] for name, field in TOKEN_FIELDS.items()},
         )
 
 

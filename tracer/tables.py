@@ -30,6 +30,29 @@ KIND_NAMES = tuple(kind.name.lower() for kind in ForwardKind)
 REQUIRED_TABLES = ("forwards", "tokens", "routing")
 TABLES = (*REQUIRED_TABLES, "signals")
 AHEAD_COLUMNS = tuple(f"ahead{depth}_ids" for depth in range(1, MAX_AHEAD_DEPTH + 1))
+# the field of Pass that a column holds
+FORWARD_FIELDS = {
+    "request": "requests",
+    "block": "blocks",
+    "iteration": "iterations",
+    "kind": "kinds",
+    "num_tokens": "num_tokens",
+    "kv_len": "kv_lens",
+    "num_masked_in": "num_masked_in",
+    "num_accepted": "num_accepted",
+    "cos_router_input": "cos_router_input",
+    "cos_layer_output": "cos_layer_output",
+}
+TOKEN_FIELDS = {
+    "position": "positions",
+    "token_id_in": "token_ids_in",
+    "is_masked_in": "is_masked_in",
+    "argmax_id": "argmax_ids",
+    "p_argmax": "p_argmax",
+    "p_current": "p_current",
+    "accepted": "accepted",
+    "edited": "edited",
+}
 
 Columns = dict[str, NDArray[Any]]  # arrays of one table, [N] or [N, width]; -1 or NaN stands for null
 
