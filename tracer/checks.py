@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.schema import ModelShape
+from tracer.schema import ModelShape, TraceError
 from tracer.tables import Columns, Group
 
 MAX_PLACES = 3
@@ -79,6 +80,17 @@ def found_at(
             for row in rows[:MAX_PLACES].tolist()
         )
         yield Finding(severity, what, allowed, int(rows.size), tuple(places))
+
+
+def refuse_errors(*findings: Iterable[Finding]) -> None:
+    """Let warnings pass.
+
+    Raises:
+        TraceError: with the first error.
+    """
+    for finding in chain(*findings):
+        if finding.severity == "error":
+            raise TraceError(str(finding))
 
 
 def lay_out(group: Group, shape: ModelShape, last_pass: int) -> tuple[Layout | None, list[Finding]]:

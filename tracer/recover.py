@@ -9,12 +9,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from glob import escape
 from io import RawIOBase
-from itertools import chain
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from tracer.checks import lay_out
 from tracer.files import read_group
 from tracer.journal import JOURNAL, Flush, is_in_use, read_journal
 from tracer.parquet_end import end_of
@@ -23,7 +21,7 @@ from tracer.rows import decode
 from tracer.schema import Pass, TraceError, TraceMetadata, counted
 from tracer.store import TraceWriter
 from tracer.tables import TABLES, Group, columns_of
-from tracer.values import check_forwards, check_rows
+from tracer.values import require_sound
 
 _PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]+")
 
@@ -134,7 +132,7 @@ class _Left:
         Raises:
             TraceError: one cannot be read, or its rows do not make passes.
         """
-        shape, last_pass = self._metadata.shape, -1
+        last_pass = -1
         columns = {table: columns_of(table, self._metadata) for table in self._tables}
         with ExitStack() as stack:
             files = {}
@@ -146,16 +144,9 @@ class _Left:
                 group = Group(
                     **{t: read_group(files[t], self._partial / f"{t}.parquet", index, columns[t]) for t in files}
                 )
-                layout, findings = lay_out(group, shape, last_pass)
-                if layout is None:
-                    raise TraceError(str(findings[0]))
-                for finding in chain(
-                    check_rows(group, self._metadata), check_forwards(group, layout.token_forward, self._metadata)
-                ):
-                    if finding.severity == "error":
-                        raise TraceError(str(finding))
+                layout = require_sound(group, self._metadata, last_pass)
                 last_pass = int(group.forwards["pass_id"][-1])
-                yield group, list(decode(group, layout, shape))
+                yield group, list(decode(group, layout, self._metadata.shape))
 
 
 class _Ended(RawIOBase):

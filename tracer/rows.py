@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.checks import Layout
+from tracer.checks import Layout, refuse_errors
 from tracer.gates import INPUT_SUM_TOLERANCE, quantise_gates, restore_gates
 from tracer.schema import (
     MAX_AHEAD_DEPTH,
@@ -70,9 +69,7 @@ def encode(pass_: Pass, metadata: TraceMetadata) -> Group:
         signals,
     )
     token_forward = np.repeat(np.arange(pass_.requests.size), pass_.num_tokens)
-    for finding in chain(check_rows(group, metadata), check_forwards(group, token_forward, metadata)):
-        if finding.severity == "error":
-            raise TraceError(str(finding))
+    refuse_errors(check_rows(group, metadata), check_forwards(group, token_forward, metadata))
     return group
 
 

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,7 +14,7 @@ from typing import Self
 import numpy as np
 import pyarrow.parquet as pq
 
-from tracer.checks import lay_out
+from tracer.checks import refuse_errors
 from tracer.consistency import Order
 from tracer.exchange import partial_beside, put_back, take_place
 from tracer.files import (
@@ -33,7 +32,7 @@ from tracer.journal import JOURNAL, Journal
 from tracer.rows import decode, encode
 from tracer.schema import Pass, TraceError, TraceMetadata
 from tracer.tables import REQUIRED_TABLES, TABLES, Columns, ContentHash, Group, columns_of, to_arrow
-from tracer.values import check_forwards, check_rows
+from tracer.values import require_sound
 
 MAX_GROUP_IDS = 1 << 20  # expert ids of routing and signals in a row group; bounds the memory of a reader
 
@@ -286,7 +285,6 @@ class TraceReader:
         return self._stream(signals)
 
     def _stream(self, signals: bool) -> Iterator[Pass]:
-        shape = self.metadata.shape
         last_pass = -1
         num_passes = 0
         requests: set[int] = set()
@@ -294,19 +292,14 @@ class TraceReader:
         with open_groups(self.path, self.metadata, signals=signals) as read:
             for index in range(self._num_groups):
                 group = read(index)
-                layout, findings = lay_out(group, shape, last_pass)
-                if layout is None:
-                    raise TraceError(f"{self.path}: {findings[0]}")
-                for finding in chain(
-                    check_rows(group, self.metadata),
-                    check_forwards(group, layout.token_forward, self.metadata),
-                    order.check(group),
-                ):
-                    if finding.severity == "error":
-                        raise TraceError(f"{self.path}: {finding}")
+                try:
+                    layout = require_sound(group, self.metadata, last_pass)
+                    refuse_errors(order.check(group))
+                except TraceError as error:
+                    raise TraceError(f"{self.path}: {error}") from None
                 requests.update(group.forwards["request"].tolist())
                 last_pass = int(group.forwards["pass_id"][-1])
-                for pass_ in decode(group, layout, shape):
+                for pass_ in decode(group, layout, self.metadata.shape):
                     num_passes += 1
                     yield pass_
         if num_passes != self.num_passes:

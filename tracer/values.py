@@ -6,14 +6,27 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tracer.checks import Finding, Index, found_at
+from tracer.checks import Finding, Index, Layout, found_at, lay_out, refuse_errors
 from tracer.gates import FIXED_POINT_SUM, STORED_SUM_TOLERANCE
-from tracer.schema import NO_GATES, ForwardKind, TraceMetadata
+from tracer.schema import NO_GATES, ForwardKind, TraceError, TraceMetadata
 from tracer.tables import AHEAD_COLUMNS, Columns, Group
 
 MAX_PROBABILITY = 1 + 1e-6  # a softmax in 32 bits may end just above 1
 
 _UNMASKED_KINDS = (ForwardKind.IDLE, ForwardKind.COMMIT, ForwardKind.EDIT)
+
+
+def require_sound(group: Group, metadata: TraceMetadata, last_pass: int) -> Layout:
+    """How the rows of a group hang together, each of which was checked.
+
+    Raises:
+        TraceError: they do not fit together, or one holds what it may not, with pass, request and layer.
+    """
+    layout, findings = lay_out(group, metadata.shape, last_pass)
+    if layout is None:
+        raise TraceError(str(findings[0]))
+    refuse_errors(check_rows(group, metadata), check_forwards(group, layout.token_forward, metadata))
+    return layout
 
 
 def check_rows(group: Group, metadata: TraceMetadata) -> Iterator[Finding]:
