@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tracer.checks import Layout, refuse_errors
 from tracer.gates import INPUT_SUM_TOLERANCE, quantise_gates, restore_gates
+from tracer.parts import join
 from tracer.schema import (
     MAX_AHEAD_DEPTH,
     NO_GATES,
@@ -27,48 +28,49 @@ from tracer.values import check_forwards, check_rows
 _KEYS = ("pass_id", "request", "layer", "position")
 
 
-def encode(pass_: Pass, metadata: TraceMetadata) -> Group:
-    """Turn a pass into new arrays of rows, each token's ids ascending and its gates as they are stored.
+def encode(passes: Sequence[Pass], metadata: TraceMetadata) -> Group:
+    """Turn passes into new arrays of rows, each token's ids ascending and its gates as they are stored.
+
+    Many passes at once take a fraction of the time that each of them would take alone.
 
     Raises:
-        TraceError: the pass is not one that a trace can hold; the message names pass, request and layer.
+        TraceError: one is not such that a trace can hold it; the message names pass, request and layer.
     """
     shape = metadata.shape
-    _check_pass(pass_, shape)
-    token_request = pass_.token_requests(pass_.requests)
-    num_layers, num_tokens = shape.num_layers, pass_.positions.size
-    # memory is sorted by layer and token, disk by request, layer and position
-    by_request = np.broadcast_to(np.repeat(np.arange(pass_.requests.size), pass_.num_tokens), (num_layers, num_tokens))
-    order = np.argsort(by_request, axis=None, kind="stable")
+    for pass_ in passes:
+        _check_pass(pass_, shape)
+    whole = join(passes, passes[0].pass_id)
+    sizes = [pass_.requests.size for pass_ in passes]
+    pass_id, wall_ns = (np.repeat([getattr(pass_, name) for pass_ in passes], sizes) for name in ("pass_id", "wall_ns"))
+    token_forward = whole.token_requests(np.arange(pass_id.size))  # a forward is one request in one pass
+    token_keys = {"pass_id": pass_id[token_forward], "request": whole.requests[token_forward]}
+    num_layers, num_tokens = shape.num_layers, whole.positions.size
+    # memory is sorted by layer and token, disk by forward, layer and position
+    order = np.argsort(np.broadcast_to(token_forward, (num_layers, num_tokens)), axis=None, kind="stable")
     token = order % num_tokens
     keys = {
-        "pass_id": np.full(order.size, pass_.pass_id),
-        "request": token_request[token],
+        **{name: values[token] for name, values in token_keys.items()},
         "layer": np.array(shape.layer_ids)[order // num_tokens],
-        "position": pass_.positions[token],
+        "position": whole.positions[token],
     }
-    ids = pass_.expert_ids.reshape(-1, shape.top_k)[order]
+    ids = whole.expert_ids.reshape(-1, shape.top_k)[order]
     by_id = np.argsort(ids, axis=1, kind="stable")
     ids = np.take_along_axis(ids, by_id, axis=1)
-    gates = np.take_along_axis(pass_.gates.reshape(-1, shape.top_k)[order], by_id, axis=1)
+    gates = np.take_along_axis(whole.gates.reshape(-1, shape.top_k)[order], by_id, axis=1)
     _check_routing(ids, gates, keys, metadata)
-    forwards = {name: getattr(pass_, field) for name, field in FORWARD_FIELDS.items()}
-    forwards["pass_id"] = np.full(pass_.requests.size, pass_.pass_id)
-    forwards["wall_ns"] = np.full(pass_.requests.size, pass_.wall_ns)
-    tokens = {name: getattr(pass_, field) for name, field in TOKEN_FIELDS.items()}
-    tokens["pass_id"] = np.full(num_tokens, pass_.pass_id)
-    tokens["request"] = token_request
+    forwards = {name: getattr(whole, field) for name, field in FORWARD_FIELDS.items()}
+    forwards |= {"pass_id": pass_id, "wall_ns": wall_ns}
+    tokens = token_keys | {name: getattr(whole, field) for name, field in TOKEN_FIELDS.items()}
     routing = keys | {"expert_ids": ids, "gates": quantise_gates(gates, metadata.gate_dtype)}
     signals = None
-    if pass_.signals is not None:
-        signals = _convert("signals", keys | _encode_signals(pass_.signals, order, metadata), metadata)
+    if whole.signals is not None:
+        signals = _convert("signals", keys | _encode_signals(whole.signals, order, metadata), metadata)
     group = Group(
         _convert("forwards", forwards, metadata),
         _convert("tokens", tokens, metadata),
         _convert("routing", routing, metadata),
         signals,
     )
-    token_forward = np.repeat(np.arange(pass_.requests.size), pass_.num_tokens)
     refuse_errors(check_rows(group, metadata), check_forwards(group, token_forward, metadata))
     return group
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
 import pyarrow.parquet as pq
 
 from tracer.checks import refuse_errors
@@ -29,9 +28,10 @@ from tracer.files import (
     write_options,
 )
 from tracer.journal import JOURNAL, Journal
+from tracer.parts import join
 from tracer.rows import decode, encode
 from tracer.schema import Pass, TraceError, TraceMetadata
-from tracer.tables import REQUIRED_TABLES, TABLES, Columns, ContentHash, Group, columns_of, to_arrow
+from tracer.tables import REQUIRED_TABLES, TABLES, Columns, ContentHash, columns_of, to_arrow
 from tracer.values import require_sound
 
 MAX_GROUP_IDS = 1 << 20  # expert ids of routing and signals in a row group; bounds the memory of a reader
@@ -77,12 +77,12 @@ class TraceWriter:
         self._check_target()
         text = dump_metadata(metadata, 0, 0)  # what JSON cannot hold is refused before the work, not after it
         self._hash = ContentHash()
-        self._pending: list[Group] = []
+        self._pending: list[Pass] = []
         self._pending_ids = 0
         self._writers: dict[str, pq.ParquetWriter] = {}
         self._has_signals = False
         self._last_pass = -1
-        self._last_requests = np.empty(0, np.int64)
+        self._last_requests: set[int] = set()
         self._num_passes = 0
         self._requests: set[int] = set()
         self._stored: set[int] = set()  # requests of the row groups that are on disk
@@ -110,7 +110,7 @@ class TraceWriter:
             self._discard()
 
     def write(self, pass_: Pass) -> None:
-        """Add the next pass; nothing of it is kept by reference."""
+        """Add the next pass; nothing of it is kept by reference. Its values are checked with those of its row group."""
         if not self._open:
             raise TraceError(f"{self.path}: pass {pass_.pass_id} after the trace was closed")
         if pass_.pass_id <= self._last_pass:
@@ -120,21 +120,17 @@ class TraceWriter:
         if self._num_passes and self._has_signals != (pass_.signals is not None):
             found, rest = ("no signals", "have them") if self._has_signals else ("signals", "have none")
             raise TraceError(f"{self.path}: pass {pass_.pass_id} has {found}; the passes before {rest}")
-        try:
-            group = encode(pass_, self._metadata)
-        except TraceError as error:
-            raise TraceError(f"{self.path}: {error}") from error
-        num_ids = _num_ids(group)
-        going_on = np.intersect1d(pass_.requests, self._last_requests)
-        if self._pending and (not going_on.size or self._pending_ids + num_ids > MAX_GROUP_IDS):
-            self._flush(going_on.tolist())
-        self._pending.append(group)
+        num_ids, requests = _num_ids(pass_), set(pass_.requests.tolist())
+        going_on = requests & self._last_requests
+        if self._pending and (not going_on or self._pending_ids + num_ids > MAX_GROUP_IDS):
+            self._flush(sorted(going_on))
+        self._pending.append(join([pass_], pass_.pass_id, pass_.wall_ns))  # a copy
         self._pending_ids += num_ids
         self._has_signals = pass_.signals is not None
         self._last_pass = pass_.pass_id
-        self._last_requests = pass_.requests.copy()
+        self._last_requests = requests
         self._num_passes += 1
-        self._requests.update(pass_.requests.tolist())
+        self._requests |= requests
 
     def flush(self) -> None:
         """Put on disk what was written so far, each request of which is complete: all of them can be recovered then."""
@@ -179,9 +175,12 @@ class TraceWriter:
         """Write what is pending as one row group of each table, and note which of its requests may have more."""
         sizes, num_rows = {}, {}
         with self._whole_or_gone():
+            try:
+                group = encode(self._pending, self._metadata)
+            except TraceError as error:
+                raise TraceError(f"{self.path}: {error}") from error
             for table in TABLES if self._has_signals else REQUIRED_TABLES:
-                parts: list[Columns] = [getattr(group, table) for group in self._pending]
-                arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+                arrays: Columns = getattr(group, table)
                 self._hash.update(table, arrays)
                 rows = to_arrow(columns_of(table, self._metadata), arrays)
                 if table not in self._writers:
@@ -191,8 +190,7 @@ class TraceWriter:
                 sizes[table] = (self._partial / f"{table}.parquet").stat().st_size
                 num_rows[table] = rows.num_rows
             self._journal.add(sizes, num_rows, going_on)
-        for group in self._pending:
-            self._stored.update(group.forwards["request"].tolist())
+        self._stored.update(group.forwards["request"].tolist())
         self._going_on = going_on
         self._pending = []
         self._pending_ids = 0
@@ -222,11 +220,9 @@ class TraceWriter:
             shutil.rmtree(self._partial, ignore_errors=True)
 
 
-def _num_ids(group: Group) -> int:
-    signals = group.signals or {}
-    return group.routing["expert_ids"].size + sum(
-        values.size for name, values in signals.items() if name.endswith("ids")
-    )
+def _num_ids(pass_: Pass) -> int:
+    signals = pass_.signals
+    return pass_.expert_ids.size + (signals.score_ids.size + signals.ahead_ids.size if signals else 0)
 
 
 def _sync_directory(path: Path) -> None:

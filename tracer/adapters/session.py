@@ -128,14 +128,13 @@ class Session:
 
     def _write(self, recording: Recording, settings: dict[str, Any]) -> None:
         metadata = self._metadata(settings)
-        passes = [replace(item, pass_id=self.num_forwards + i) for i, item in enumerate(recording.finish())]
-        for item in passes:  # before the first of them is written: no part of a bad request may stay in the trace
-            encode(_widened(item), metadata)
+        passes = [_widened(item, self.num_forwards + i) for i, item in enumerate(recording.finish())]
+        encode(passes, metadata)  # before the first of them is written: no part of a bad request may stay in the trace
         if self._writer is None:
             self._writer = TraceWriter(self.path, metadata, overwrite=self._overwrite, keep_finished=True)
             self._settings = settings
         for item in passes:
-            self._writer.write(_widened(item))
+            self._writer.write(item)
         self._writer.flush()
         self.num_forwards += len(passes)
         self.num_requests += 1
@@ -223,9 +222,10 @@ def attach(
     return Session(made, path, name, gate_dtype, rows, overwrite, checkpoint_hash)
 
 
-def _widened(item: Pass) -> Pass:
-    """A pass with ids and gates in the types of the schema."""
-    return replace(item, expert_ids=item.expert_ids.astype(np.int64), gates=item.gates.astype(np.float64))
+def _widened(item: Pass, pass_id: int) -> Pass:
+    """A pass of this number with ids and gates in the types of the schema."""
+    expert_ids, gates = item.expert_ids.astype(np.int64), item.gates.astype(np.float64)
+    return replace(item, pass_id=pass_id, expert_ids=expert_ids, gates=gates)
 
 
 def _versions() -> dict[str, str]:
