@@ -219,7 +219,7 @@ def test_expert_bias_keeps_the_stored_dtype(saved):
     stored = load(directory)
     assert stored.layers[1].mlp.gate.expert_bias.dtype == torch.bfloat16
     assert stored.layers[2].mlp.gate.expert_bias.dtype == torch.float32
-    assert stored.gate_scores(1, torch.ones(1, model.config.hidden_size))[1].dtype == torch.float32
+    assert stored.layers[1].mlp.gate(torch.ones(1, model.config.hidden_size)).biased.dtype == torch.float32
 
 
 def test_hash_covers_config_index_and_shards(saved):

@@ -307,19 +307,17 @@ def test_m3_block_on_committed_cache_equals_the_full_window(batch):
     full, parts = Recorder(), []
     expected = model(ids, positions, mask=block_causal_mask(16, 4), observer=full)
     cache = model.new_cache(batch, 16)
-    logits = [
-        model(ids[:, :8], positions[:8], mask=block_causal_mask(8, 4), cache=cache, commit=True),
-    ]
+    logits = [model(ids[:, :8], positions[:8], mask=block_causal_mask(8, 4), cache=cache)]
     for start in (8, 12):
+        cache.length = start
         window = slice(start, start + 4)
         stale = (ids[:, window] + 1) % TINY["vocab_size"]
         model(stale, positions[window], cache=cache)  # a forward that is not committed leaves nothing behind
         parts.append(Recorder())
-        logits.append(model(ids[:, window], positions[window], cache=cache, commit=True, observer=parts[-1]))
+        logits.append(model(ids[:, window], positions[window], cache=cache, observer=parts[-1]))
         for whole, part in zip(full.layers, parts[-1].layers, strict=True):
             assert torch.equal(whole[2].ids[:, window], part[2].ids)
     assert [len(part.layers) for part in parts] == [3, 3]
-    assert cache.length == 16
     assert (torch.cat(logits, dim=1) - expected).abs().max() < 1e-5
 
 
@@ -331,7 +329,8 @@ def test_mask_covers_committed_positions_too():
     mask = block_causal_mask(12, 4)
     expected = model(ids, positions, mask=mask)
     cache = model.new_cache(1, 12)
-    model(ids[:, :4], positions[:4], cache=cache, commit=True)
+    model(ids[:, :4], positions[:4], cache=cache)
+    cache.length = 4
     rest = model(ids[:, 4:], positions[4:], mask=mask[4:], cache=cache)
     assert (rest - expected[:, 4:]).abs().max() < 1e-5
 
@@ -362,23 +361,18 @@ def test_observer_sees_every_moe_layer_once():
         assert router_input.shape == output.shape == (2, 5, TINY["hidden_size"])
         assert chosen.shape == weights.shape == (2, 5, 4)
         assert (weights.sum(-1) - 1).abs().max() < 1e-6
-        again = model.gate_scores(layer_id, router_input)
-        assert (again[0] - scores).abs().max() < 1e-6
-        assert (again[1] - biased).abs().max() < 1e-6
+        gate = model.layers[layer_id].mlp.gate
+        again = gate.scores(router_input)
+        assert (again - scores).abs().max() < 1e-6
+        assert (again + gate.expert_bias - biased).abs().max() < 1e-6
     last = model.lm_head(model.norm(seen.layers[-1][-1]))
     assert torch.equal(last, logits)
 
 
-def test_gate_of_another_layer():
-    model = tiny_model(15)
+def test_scores_of_a_gate():
+    gate = tiny_model(15).layers[3].mlp.gate
     x = torch.ones(2, 3, TINY["hidden_size"])
-    scores, biased = model.gate_scores(3, x)
-    expected = torch.sigmoid(x @ model.layers[3].mlp.gate.weight.T)
-    assert torch.allclose(scores, expected)
-    assert torch.allclose(biased, expected + model.layers[3].mlp.gate.expert_bias)
-    for layer_id in (0, 4, -1):
-        with pytest.raises(TraceError, match=rf"^layer {layer_id}: has no gate, MoE layers are \[1, 2, 3\]$"):
-            model.gate_scores(layer_id, x)
+    assert torch.allclose(gate.scores(x), torch.sigmoid(x @ gate.weight.T))
 
 
 def test_every_parameter_gets_a_gradient():
@@ -399,17 +393,15 @@ def test_fresh_weights():
 
 
 @torch.no_grad()
-def test_cache_truncates_and_refuses():
+def test_cache_holds_what_is_committed_and_refuses_more():
     model = tiny_model(17)
     ids = tokens(17, 1, 8)
     cache = model.new_cache(1, 8)
-    model(ids, torch.arange(8), cache=cache, commit=True)
+    model(ids, torch.arange(8), cache=cache)
+    cache.length = 8
     with pytest.raises(TraceError, match=r"^layer 0: 8 committed and 1 new positions, the cache holds 8$"):
         model(ids[:, :1], torch.tensor([8]), cache=cache)
-    with pytest.raises(TraceError, match=r"^truncate to 9: the cache holds 8 committed positions$"):
-        cache.truncate(9)
-    cache.truncate(4)
-    assert cache.length == 4
+    cache.length = 4
     again = model(ids[:, 4:], torch.arange(4, 8), cache=cache)
     fresh = model(ids, torch.arange(8), mask=None)
     assert (again - fresh[:, 4:]).abs().max() < 1e-5
@@ -423,12 +415,10 @@ def test_cache_needs_no_grad():
         model(tokens(18, 1, 4), torch.arange(4), cache=model.new_cache(1, 4))
 
 
-def test_forward_refuses_a_mask_of_numbers_and_a_commit_without_cache():
+def test_forward_refuses_a_mask_of_numbers():
     model = tiny_model(19)
     with pytest.raises(TraceError, match=r"^attention mask of torch.float32: must be bool"):
         model(tokens(19, 1, 4), torch.arange(4), mask=torch.ones(4, 4))
-    with pytest.raises(TraceError, match=r"^commit without a cache"):
-        model(tokens(19, 1, 4), torch.arange(4), commit=True)
 
 
 @pytest.mark.parametrize(("values", "total"), [(MINI, 16_255_638_528), (FLASH, 102_889_697_280)])
@@ -547,7 +537,8 @@ def test_cuda_agrees_with_cpu_in_fp32():
     logits = model(ids, torch.arange(12), mask=mask, observer=expected)
     model.cuda()
     cache = model.new_cache(2, 12)
-    model(ids[:, :8].cuda(), torch.arange(8).cuda(), mask=mask[:8, :8].cuda(), cache=cache, commit=True)
+    model(ids[:, :8].cuda(), torch.arange(8).cuda(), mask=mask[:8, :8].cuda(), cache=cache)
+    cache.length = 8
     block = model(ids[:, 8:].cuda(), torch.arange(8, 12).cuda(), cache=cache, observer=found)
     assert (block.cpu() - logits[:, 8:]).abs().max() < 1e-4
     for one, other in zip(expected.layers, found.layers, strict=True):

@@ -35,8 +35,8 @@ class Observer(Protocol):
 class KVCache:
     """Keys (normalised and rotated) and values of the committed positions, the first `length` of each request.
 
-    A forward writes its own keys and values behind the committed ones, and the next one overwrites them unless they
-    were committed: those of a denoising forward saw masks and are stale once a token is accepted.
+    A forward writes its own keys and values behind the committed ones, and the next one overwrites them unless `length`
+    was raised meanwhile: those of a denoising forward saw masks and are stale once a token is accepted.
     """
 
     def __init__(
@@ -66,12 +66,6 @@ class KVCache:
         self.storage[layer_id, 0, :, :, self.length : end] = keys
         self.storage[layer_id, 1, :, :, self.length : end] = values
         return self.storage[layer_id, 0, :, :, :end], self.storage[layer_id, 1, :, :, :end]
-
-    def truncate(self, length: int) -> None:
-        """Forget the committed positions from `length` on."""
-        if not 0 <= length <= self.length:
-            raise TraceError(f"truncate to {length}: the cache holds {self.length} committed positions")
-        self.length = length
 
 
 def block_causal_mask(num_tokens: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
@@ -232,18 +226,6 @@ class LLaDA2(nn.Module):
         """An empty cache in the dtype of the model and on its device."""
         return KVCache(self.config, batch_size, max_len, dtype=self.dtype, device=self.device)
 
-    def gate_scores(self, layer_id: int, router_input: Tensor) -> tuple[Tensor, Tensor]:
-        """What the gate of any MoE layer makes of a router input [..., H], be it another layer's.
-
-        Returns:
-            Sigmoid scores and biased scores, both [..., E] fp32.
-        """
-        mlp = self.layers[layer_id].mlp if 0 <= layer_id < len(self.layers) else None
-        if not isinstance(mlp, MoeLayer):
-            raise TraceError(f"layer {layer_id}: has no gate, MoE layers are {list(self.config.moe_layer_ids)}")
-        scores = mlp.gate.scores(router_input)
-        return scores, scores + mlp.gate.expert_bias.float()
-
     def forward(
         self,
         token_ids: Tensor,
@@ -252,7 +234,6 @@ class LLaDA2(nn.Module):
         mask: Tensor | None = None,
         additive: bool = False,
         cache: KVCache | None = None,
-        commit: bool = False,
         observer: Observer | None = None,
     ) -> Tensor:
         """Predict the token at every position.
@@ -264,19 +245,16 @@ class LLaDA2(nn.Module):
                 the query may attend. None lets every query attend to everything.
             additive: The mask holds numbers instead, which are added to the attention scores.
             cache: Committed keys and values; needs a forward without gradients.
-            commit: Whether this forward's keys and values join the committed ones.
             observer: Called with the embeddings and after each MoE layer.
 
         Returns:
             Logits [B, T, V] in fp32; row p predicts the token at p itself, not the next one.
 
         Raises:
-            TraceError: The mask is not bool though it is not `additive`, or the cache is missing or full.
+            TraceError: The mask is not bool though it is not `additive`, or the cache is full.
         """
         return self.head(
-            self.hidden_states(
-                token_ids, positions, mask=mask, additive=additive, cache=cache, commit=commit, observer=observer
-            )
+            self.hidden_states(token_ids, positions, mask=mask, additive=additive, cache=cache, observer=observer)
         )
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -291,7 +269,6 @@ class LLaDA2(nn.Module):
         mask: Tensor | None = None,
         additive: bool = False,
         cache: KVCache | None = None,
-        commit: bool = False,
         observer: Observer | None = None,
     ) -> Tensor:
         """Output [B, T, H] of the last layer, before the head; arguments and errors as of `forward`."""
@@ -299,8 +276,6 @@ class LLaDA2(nn.Module):
             mask = mask.to(self.dtype)
         elif mask is not None and mask.dtype != torch.bool:
             raise TraceError(f"attention mask of {mask.dtype}: must be bool, a number would be added to the scores")
-        if commit and cache is None:
-            raise TraceError("commit without a cache: pass the cache that is to keep the keys and values")
         hidden = self.word_embeddings(token_ids)
         if observer is not None:
             observer.embedded(hidden)
@@ -312,6 +287,4 @@ class LLaDA2(nn.Module):
             if observer is not None and routing is not None:
                 routing = Routing._make(values.unflatten(0, hidden.shape[:2]) for values in routing)
                 observer.moe_layer(layer_id, normed, routing, hidden)
-        if cache is not None and commit:
-            cache.length += token_ids.shape[1]
         return hidden
