@@ -34,13 +34,19 @@ def record(path, model=None, prompts=PROMPTS, rows="all", **changes):
 
 
 @torch.no_grad()
-def by_our_model(ours, tokens):
-    """Logits [T, V], ids and gates [L, T, K] of a window from position 0, under the strict mask of blocks."""
+def observed(ours, tokens):
+    """Logits [T, V] and MoE layers of a window from position 0, under the strict mask of blocks."""
     observation = Observation(ours, False)
     tokens = torch.tensor(tokens)
     mask = block_causal_mask(len(tokens), BLOCK)
     logits = ours(tokens[None], torch.arange(len(tokens)), mask=mask, observer=observation)[0]
-    ids, gates = (torch.stack([getattr(layer, name) for layer in observation.layers]) for name in ("ids", "gates"))
+    return logits, observation.layers
+
+
+def by_our_model(ours, tokens):
+    """Logits [T, V], ids and gates [L, T, K] of such a window."""
+    logits, layers = observed(ours, tokens)
+    ids, gates = (torch.stack([getattr(layer, name) for layer in layers]) for name in ("ids", "gates"))
     return logits, ids.numpy(), gates.numpy()
 
 

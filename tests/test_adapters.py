@@ -1,5 +1,6 @@
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from adapted import (
     by_our_model,
     generate,
     hf_model,
+    observed,
     record,
     unmask,
 )
@@ -21,8 +23,6 @@ from llada2_models import MASK_ID
 from tracer.adapters import ADAPTERS, attach
 from tracer.adapters.hf_llada2 import mask_mode
 from tracer.doctor import check
-from tracer.llada2 import block_causal_mask
-from tracer.observe import Observation
 from tracer.schema import ForwardKind
 from tracer.store import TraceReader
 
@@ -87,18 +87,9 @@ def test_editing_forwards_have_their_kind(tmp_path):
 def test_cosines_are_those_of_our_own_capture(tmp_path):
     ours = small_decoder()
     passes, _ = record(tmp_path / "a.trace", CausalLM(ours), prompts=PROMPTS[:1])
-    observation, before = Observation(ours, False), None
+    before = None
     for item in passes:
-        tokens = torch.tensor(item.token_ids_in)
-        with torch.no_grad():
-            observation.clear()
-            ours(
-                tokens[None],
-                torch.arange(len(tokens)),
-                mask=block_causal_mask(len(tokens), BLOCK),
-                observer=observation,
-            )
-        now = observation.layers
+        _, now = observed(ours, item.token_ids_in)
         if item.iterations[0] == 0:
             assert np.isnan(item.cos_router_input).all()
         else:
@@ -120,11 +111,7 @@ def test_metadata_says_what_was_attached_to_and_how_it_decodes(tmp_path):
     assert metadata.details["mask_mode"] == "strict"
     assert metadata.details["sampler_patched"] is False
     assert metadata.details["expert_bias_dtype"] == "float32"
-    assert metadata.shape == replace_dtype(small_decoder().config.shape(), "float32")
-
-
-def replace_dtype(shape, dtype):
-    return type(shape)(**vars(shape) | {"weight_dtype": dtype})
+    assert metadata.shape == replace(small_decoder().config.shape(), weight_dtype="float32")
 
 
 def test_forwards_between_requests_and_after_the_session_leave_no_trace(tmp_path):

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from adapted import BLOCK, PROMPTS, attach_quietly, by_id, by_our_model, record, session_layers, unmask
+from adapted import BLOCK, PROMPTS, attach_quietly, by_id, by_our_model, observed, record, session_layers, unmask
 from adapter_models import BlockDiffusion, CausalLM, QwenBlock, SGLangBlock, ThresholdDecoder, small_decoder
 from llada2_models import EOS_ID, MASK_ID
 
@@ -11,8 +11,6 @@ from tracer.adapters import attach
 from tracer.capture import trace_prompts
 from tracer.decode_settings import DecodeSettings
 from tracer.doctor import check
-from tracer.llada2 import block_causal_mask
-from tracer.observe import Observation
 from tracer.schema import ForwardKind
 from tracer.store import TraceReader
 
@@ -138,15 +136,7 @@ def test_sglang_shows_ids_of_its_top_k_module(tmp_path):
         ids, gates = by_id(*routing)
         assert np.array_equal(item.expert_ids, ids)
         assert item.gates == pytest.approx(gates, abs=1e-6)
-        outputs.append(outputs_of_layers(ours, item.token_ids_in))
+        outputs.append([layer.output for layer in observed(ours, item.token_ids_in)[1]])
     for item, before, now in zip(passes[1:], outputs, outputs[1:], strict=False):
         cosines = [torch.cosine_similarity(a, b, dim=-1).mean() for a, b in zip(before, now, strict=True)]
         assert item.cos_layer_output[0] == pytest.approx(np.array(cosines), abs=1e-5)
-
-
-@torch.no_grad()
-def outputs_of_layers(ours, tokens):
-    observation = Observation(ours, False)
-    tokens = torch.tensor(tokens)
-    ours(tokens[None], torch.arange(len(tokens)), mask=block_causal_mask(len(tokens), BLOCK), observer=observation)
-    return [layer.output for layer in observation.layers]

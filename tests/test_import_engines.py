@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -25,11 +26,19 @@ EXPERTS = ("--experts", str(NUM_EXPERTS))
 @pytest.fixture
 def oled_import(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return lambda *words: command(lambda: exit_with(main(list(words))))
+    return lambda *words: command(lambda: sys.exit(main(list(words))))
 
 
-def exit_with(code):
-    raise SystemExit(code)
+@pytest.fixture
+def as_json(tmp_path):
+    """Writes a value to a file."""
+
+    def write(value):
+        path = tmp_path / "value.json"
+        path.write_text(json.dumps(value))
+        return path
+
+    return write
 
 
 def assert_holds(reader, arrays, num_prompts):
@@ -65,7 +74,7 @@ def test_rows_of_vllm_are_kept_whatever_their_type(tmp_path_factory, sizes, dtyp
     arrays = [routed(prompt + more, seed, dtype) for seed, (prompt, more) in enumerate(sizes)]
     answers = [vllm_answer(array, prompt) for array, (prompt, _) in zip(arrays, sizes, strict=True)]
     path = write_lines(directory / "answers.jsonl", answers)
-    finished = command(lambda: exit_with(main(["vllm", str(path), str(directory / "x.trace"), *EXPERTS])))
+    finished = command(lambda: sys.exit(main(["vllm", str(path), str(directory / "x.trace"), *EXPERTS])))
     assert (finished.code, finished.err) == (0, "")
     assert "source import:vllm" in finished.out
     assert "null throughout: confidence, gates\n" in finished.out
@@ -92,7 +101,7 @@ def test_sglang_with_sizes_given(oled_import, tmp_path):
     assert_holds(TraceReader(tmp_path / "x.trace"), arrays, [4, 7])
 
 
-def test_sglang_says_its_shape_and_type_where_it_does():
+def test_sglang_says_its_shape_and_type_where_it_does(as_json):
     array = routed(9)
     schema = {"num_layers": NUM_LAYERS, "top_k": TOP_K, "dtype": "int32"}
     meta = {"prompt_tokens": 4, "completion_tokens": 6}
@@ -106,20 +115,9 @@ def test_sglang_says_its_shape_and_type_where_it_does():
         openai,
         openai | {"choices": [{"sgl_ext": openai["sglext"]}], "sglext": None},
     ):
-        (found,) = read_sglang([_json(answer)], given)
+        (found,) = read_sglang([as_json(answer)], given)
         np.testing.assert_array_equal(found.expert_ids, array)
         assert (found.num_prompt, found.num_cached) == (4, 0)
-
-
-@pytest.fixture(autouse=True)
-def _json_directory(tmp_path):
-    _json.directory = tmp_path
-
-
-def _json(answer):
-    path = _json.directory / "answer.json"
-    path.write_text(json.dumps(answer))
-    return path
 
 
 def test_arrays_in_files(oled_import, tmp_path):
@@ -137,7 +135,7 @@ def test_arrays_in_files(oled_import, tmp_path):
     assert "evil.npy: cannot be read as an array" in finished.err
 
 
-def test_prompt_and_output_apart_as_v0_21_has_them():
+def test_prompt_and_output_apart_as_v0_21_has_them(as_json):
     array = routed(9).astype(np.int16)
     usage = {"prompt_tokens": 4, "completion_tokens": 6}
     answer = {
@@ -145,18 +143,18 @@ def test_prompt_and_output_apart_as_v0_21_has_them():
         "choices": [{"routed_experts": array[4:].tolist()}],
         "usage": usage,
     }
-    (found,) = read_vllm([_json(answer)], Given())
+    (found,) = read_vllm([as_json(answer)], Given())
     np.testing.assert_array_equal(found.expert_ids, array)
     assert (found.num_prompt, found.num_cached) == (4, 0)
     cached = array.copy()
     cached[:3] = -1  # how it marks what the prefix cache had
     answer["prompt_routed_experts"] = cached[:4].tolist()
-    (found,) = read_vllm([_json(answer)], Given())
+    (found,) = read_vllm([as_json(answer)], Given())
     assert found.num_cached == 3
     assert [f.positions.tolist() for f in forwards_of(found)][:2] == [[3], [4]]
 
 
-def test_bytes_with_shape_beside_and_compressed_lines(tmp_path):
+def test_bytes_with_shape_beside_and_compressed_lines(as_json, tmp_path):
     array = routed(7)
     answer = vllm_answer(array, 4)
     whole = {"data": as_bytes(array), "shape": list(array.shape), "dtype": "uint8", "start": 0}
@@ -166,20 +164,20 @@ def test_bytes_with_shape_beside_and_compressed_lines(tmp_path):
     (found,) = read_vllm([tmp_path / "a.jsonl.gz"], Given())
     np.testing.assert_array_equal(found.expert_ids, array)
     answer["choices"][0]["routed_experts"] = whole | {"data": as_bytes(array[2:]), "shape": [5, *array.shape[1:]], "start": 2}  # fmt: skip
-    (found,) = read_vllm([_json(answer)], Given())
+    (found,) = read_vllm([as_json(answer)], Given())
     assert (found.positions.tolist(), found.num_cached) == ([2, 3, 4, 5, 6], 2)
 
 
-def test_what_a_prefix_cache_had_is_not_run():
-    (found,) = read_vllm([_json(vllm_answer(routed(9), 6, cached=4))], Given())
+def test_what_a_prefix_cache_had_is_not_run(as_json):
+    (found,) = read_vllm([as_json(vllm_answer(routed(9), 6, cached=4))], Given())
     prompt, *_ = forwards_of(found)
     assert (prompt.positions.tolist(), prompt.kv_len) == ([4, 5], 4)
 
 
-def test_choices_of_one_prompt_share_its_prefill():
+def test_choices_of_one_prompt_share_its_prefill(as_json):
     answer = vllm_answer(routed(9), 6)
     answer["choices"] *= 2
-    one, two = read_vllm([_json(answer)], Given())
+    one, two = read_vllm([as_json(answer)], Given())
     assert [f.kind for f in forwards_of(one)] == [ForwardKind.PREFILL] + [ForwardKind.DENOISE] * 3
     assert [f.kind for f in forwards_of(two)] == [ForwardKind.DENOISE] * 3
     assert next(forwards_of(two)).kv_len == 6
@@ -279,13 +277,13 @@ def test_a_config_gives_every_size(oled_import, tmp_path):
         ({"text_config": {"num_hidden_layers": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 3}}, (3,)),
     ],
 )  # fmt: skip
-def test_layers_by_config(config, layers):
-    assert shape_of_config(_json(config)).layer_ids == layers
+def test_layers_by_config(as_json, config, layers):
+    assert shape_of_config(as_json(config)).layer_ids == layers
 
 
-def test_a_config_without_experts_is_refused():
+def test_a_config_without_experts_is_refused(as_json):
     with pytest.raises(TraceError, match="has none of num_experts, n_routed_experts"):
-        shape_of_config(_json({"num_hidden_layers": 4, "num_experts_per_tok": 2}))
+        shape_of_config(as_json({"num_hidden_layers": 4, "num_experts_per_tok": 2}))
 
 
 @pytest.mark.parametrize(
@@ -319,10 +317,10 @@ def test_files_that_are_no_answers(oled_import, tmp_path, text):
     assert oled_import("vllm", "b.txt", "x.trace", *EXPERTS).code == 2
 
 
-def test_base64_is_not_unpickled():
+def test_base64_is_not_unpickled(as_json):
     payload = base64.b64encode(np.array([{}], object).dumps()).decode()
     answer = vllm_answer(routed(9), 4)
     answer["choices"][0]["routed_experts"] = payload
     with pytest.raises(TraceError, match="cannot be decoded"):
-        list(read_vllm([_json(answer)], Given()))
+        list(read_vllm([as_json(answer)], Given()))
     assert as_npy(routed(1))  # which is what it would have been

@@ -1,6 +1,7 @@
 """Any Parquet or CSV table as a trace, by a mapping of its columns."""
 
 import re
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -27,14 +28,7 @@ EXPERTS = ("--experts", str(NUM_EXPERTS))
 @pytest.fixture
 def oled_import(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-    def run(*words):
-        def go():
-            raise SystemExit(main(["table", *words]))
-
-        return command(go)
-
-    return run
+    return lambda *words: command(lambda: sys.exit(main(["table", *words])))
 
 
 def rows_of(num_requests=2, num_tokens=9, seed=0):
