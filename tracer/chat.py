@@ -13,6 +13,7 @@ from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tracer.files import first_line
 from tracer.prompts import Prompt
 from tracer.records import read_object
 from tracer.schema import TraceError
@@ -56,8 +57,7 @@ class ChatTemplate:
         try:
             return call()
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise TraceError(f"{self._where}: the chat template fails: {line}") from error
+            raise TraceError(f"{self._where}: the chat template fails: {first_line(error)}") from error
 
 
 def load_chat_template(directory: Path) -> ChatTemplate:

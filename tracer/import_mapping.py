@@ -17,7 +17,7 @@ _KINDS = (*(kind.name.lower() for kind in ForwardKind), DECODE)
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnNames:
     """Names of columns; an empty one is not there.
 
     A row is of one token in one layer, or, where `expert_ids` is a whole number, of one expert of these. Without
@@ -49,7 +49,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Mapping:
+class TableMapping:
     """How a table is read.
 
     Args:
@@ -59,7 +59,7 @@ class Mapping:
         optional: columns that a table may lack; what they hold is null then.
     """
 
-    columns: Columns
+    columns: ColumnNames
     kinds: dict[str, str] = field(default_factory=lambda: {kind: kind for kind in _KINDS})
     num_prompt: int | None = None
     optional: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class Mapping:
                 if getattr(columns, name):
                     raise TraceError(f"columns.{name} needs columns.forward: without it every position runs once")
 
-    def over(self, there: Sequence[str]) -> Mapping:
+    def over(self, there: Sequence[str]) -> TableMapping:
         """The same for a table that has these columns, without the optional ones that it lacks.
 
         Raises:
@@ -102,7 +102,7 @@ class Mapping:
                 return () if set(value) & set(missing) else value
             return "" if value in missing else value
 
-        columns = Columns(**{entry.name: kept(getattr(self.columns, entry.name)) for entry in fields(Columns)})
+        columns = ColumnNames(**{entry.name: kept(getattr(self.columns, entry.name)) for entry in fields(ColumnNames)})
         if not columns.forward and not columns.kind and self.num_prompt is None:
             raise TraceError(
                 "nothing says which tokens are of the prompt: needs a column for columns.kind, or --prompt-tokens"
@@ -128,7 +128,7 @@ MAPPINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def load_mapping(name_or_path: str) -> Mapping:
+def load_mapping(name_or_path: str) -> TableMapping:
     """A mapping of these by name, or one from a YAML file.
 
     Raises:
@@ -148,8 +148,8 @@ def load_mapping(name_or_path: str) -> Mapping:
     return _made(values, str(path))
 
 
-def _made(values: Any, where: str) -> Mapping:
+def _made(values: Any, where: str) -> TableMapping:
     if isinstance(values, dict) and isinstance(columns := values.get("columns"), dict):
         lists = {name: [columns[name]] for name in ("expert_ids", "gates") if isinstance(columns.get(name), str)}
         values = values | {"columns": columns | lists}
-    return make_record(Mapping, values, where, TraceError)
+    return make_record(TableMapping, values, where, TraceError)

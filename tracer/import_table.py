@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tracer.files import PARQUET_ERRORS, first_line
 from tracer.import_forwards import Forward
-from tracer.import_mapping import DECODE, Mapping
+from tracer.import_mapping import DECODE, TableMapping
 from tracer.schema import ForwardKind, TraceError
 
 _BATCH_ROWS = 1 << 16
@@ -35,7 +35,7 @@ class Request:
     forwards: list[Forward]
 
 
-def read_table(paths: Iterable[Path], mapping: Mapping) -> Iterator[Request]:
+def read_table(paths: Iterable[Path], mapping: TableMapping) -> Iterator[Request]:
     """Requests of tables, one after the other; the rows of one stand together, in any order.
 
     Raises:
@@ -62,7 +62,7 @@ def read_table(paths: Iterable[Path], mapping: Mapping) -> Iterator[Request]:
             yield _request(f"{path}: request {name}", pending, mapping)
 
 
-def _runs(path: Path, mapping: Mapping) -> Iterator[tuple[str, Rows]]:
+def _runs(path: Path, mapping: TableMapping) -> Iterator[tuple[str, Rows]]:
     """Stretches of rows of one request."""
     try:
         mapping = mapping.over(_names(path))
@@ -111,7 +111,7 @@ def _batches(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
         raise TraceError(f"{path}: cannot be read: {first_line(error)}") from None
 
 
-def _rows(path: Path, batch: pa.RecordBatch, mapping: Mapping) -> Rows:
+def _rows(path: Path, batch: pa.RecordBatch, mapping: TableMapping) -> Rows:
     columns = mapping.columns
     rows: Rows = {"expert_ids": _lists(path, batch, columns.expert_ids, np.int64)}
     if columns.gates:
@@ -144,7 +144,7 @@ def _plain(path: Path, column: pa.Array, name: str, dtype: Any) -> NDArray[Any]:
         raise TraceError(f"{path}: column {name}: {first_line(error)}") from None
 
 
-def _kinds(path: Path, column: pa.Array, mapping: Mapping) -> NDArray[np.int64]:
+def _kinds(path: Path, column: pa.Array, mapping: TableMapping) -> NDArray[np.int64]:
     if pa.types.is_nested(column.type):
         raise TraceError(f"{path}: column {mapping.columns.kind} is {column.type}, must be of text")
     codes = pc.dictionary_encode(column.cast(pa.string()))  # pyright: ignore[reportAttributeAccessIssue]
@@ -195,7 +195,7 @@ def _numbers(path: Path, column: pa.Array, name: str, dtype: Any) -> NDArray[Any
     return found.reshape(-1, int(lengths[0]))
 
 
-def _request(where: str, parts: list[Rows], mapping: Mapping) -> Request:
+def _request(where: str, parts: list[Rows], mapping: TableMapping) -> Request:
     """Put the rows of one request in order.
 
     Raises:

@@ -218,7 +218,7 @@ def run_job(job: Job, setup: Setup, model: LLaDA2, tokenizer: Tokenizer) -> Made
             writer.write(pass_)
         if not job.after:  # before the trace takes its name, so that none is without them
             lines = [json.dumps({"prompt": a.prompt, "num_tokens": a.num_tokens, "answer": a.text}) for a in answers]
-            _write_text(prompts_path(setup.directory, job.workload), "\n".join(lines) + "\n")
+            write_text(prompts_path(setup.directory, job.workload), "\n".join(lines) + "\n")
     facts["num_short"] = sum(answer.num_tokens < job.min_tokens for answer in answers)
     return Made(facts | _sizes(path, metadata.shape.top_k), None)
 
@@ -284,7 +284,8 @@ def _sizes(path: Path, top_k: int) -> dict[str, Any]:
     return {"num_bytes": num_bytes, "bytes_per_pair": round(num_bytes["routing"] / num_pairs, 4)}
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is whole or absent."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

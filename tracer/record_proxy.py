@@ -22,11 +22,12 @@ import torch
 from tracer import calibration_file, checkpoint
 from tracer.calibration import Calibrator
 from tracer.corpus import prompts
+from tracer.files import first_line
 from tracer.llada2 import LLaDA2
 from tracer.pretrain import CHECKPOINT, train
 from tracer.pretrain_configs import CONFIGS, PretrainConfig, find_config
 from tracer.pretrain_scores import answer_together, score_summary
-from tracer.record_jobs import BLOCK_LENGTH, NUM_CALIBRATION, NUM_CANDIDATES, Setup, plan, weight_dtype
+from tracer.record_jobs import BLOCK_LENGTH, NUM_CALIBRATION, NUM_CANDIDATES, Setup, plan, weight_dtype, write_text
 from tracer.record_pack import pack
 from tracer.record_workers import Outcome, run_jobs
 from tracer.schema import TraceError
@@ -146,7 +147,7 @@ class Recording:
                     with self._lock:
                         self.facts["scores"].append(found)
         except (TraceError, RuntimeError) as error:  # torch's errors, out of memory among them, are RuntimeErrors
-            self.facts["scores_not_done"] = str(error).splitlines()[0]
+            self.facts["scores_not_done"] = first_line(error)
 
 
 def score_workloads(model: LLaDA2, tokenizer: Tokenizer, config: PretrainConfig) -> Iterator[dict[str, Any]]:
@@ -243,9 +244,7 @@ def script() -> NoReturn:
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def _to_stderr(line: str) -> None:

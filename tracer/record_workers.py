@@ -17,6 +17,7 @@ import torch
 
 from tracer import checkpoint
 from tracer.calibration import Calibrator
+from tracer.files import first_line
 from tracer.record_jobs import Job, Made, Setup, run_job, weight_dtype
 from tracer.tokenizer import load_tokenizer
 
@@ -174,7 +175,7 @@ def _work(connection: Connection, setup: Setup) -> None:
         try:
             made: Made | str = run_job(job, setup, model, tokenizer)
         except Exception as error:  # whatever it is, the other jobs can go on
-            made = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            made = f"{type(error).__name__}: {first_line(error)}"
         connection.send(made)
 
 
