@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -178,17 +179,24 @@ def save(model: LLaDA2, directory: str | Path, *, max_shard_bytes: int = 5_000_0
         "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
     }
     tensors = dict(_tensors(model))
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as partial:
-        whole = Path(partial) / "whole"
-        whole.mkdir()
+    with whole_or_absent(directory) as partial:
         for file, names in zip(files, shards, strict=True):
             # Copied even where dtype and device already agree: safetensors refuses views of one stacked tensor.
             copies = {name: tensors[name].to("cpu", _saved_dtype(name), copy=True) for name in names}
-            save_file(copies, whole / file, metadata={"format": "pt"})
-        _write_json(whole / INDEX_NAME, index)
-        _write_json(whole / CONFIG_NAME, model.config.to_dict())
-        whole.rename(directory)
+            save_file(copies, partial / file, metadata={"format": "pt"})
+        write_json(partial / INDEX_NAME, index)
+        write_json(partial / CONFIG_NAME, model.config.to_dict())
+
+
+@contextmanager
+def whole_or_absent(directory: Path) -> Iterator[Path]:
+    """A directory to be filled, which takes this name once all is in it."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as parent:
+        partial = Path(parent) / "whole"
+        partial.mkdir()
+        yield partial
+        partial.rename(directory)
 
 
 class Provenance(NamedTuple):
@@ -277,5 +285,6 @@ def _saved_dtype(name: str) -> torch.dtype:
     return torch.float32 if name.endswith(".expert_bias") else torch.bfloat16
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a file of a checkpoint directory."""
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tracer.checkpoint import whole_or_absent, write_json
 from tracer.checkpoint_layout import CONFIG_NAME, INDEX_NAME, MATRICES, expert_prefix, tensor_shapes
 from tracer.llada2_config import LLaDA2Config
 from tracer.schema import TraceError
@@ -57,10 +56,7 @@ def write_random(
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(min(_MAX_POOL, sum(map(math.prod, shapes.values()))), generator=generator)
     total = 0
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as partial:
-        whole = Path(partial) / "whole"
-        whole.mkdir()
+    with whole_or_absent(directory) as partial:
         weights = (pool * config.initializer_range).bfloat16()
         for shard in shards:
             tensors = {}
@@ -73,16 +69,14 @@ def write_random(
                 else:
                     tensors[name] = _taken(weights, start, shapes[name])
             try:
-                save_file(tensors, whole / shard, metadata={"format": "pt"})
+                save_file(tensors, partial / shard, metadata={"format": "pt"})
             except SafetensorError as error:  # its word for a full disk, too
                 raise TraceError(f"{directory}: {shard} cannot be written: {error}") from None
             size = sum(tensor.nbytes for tensor in tensors.values())
             total += size
             on_bytes(size)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        for name, values in ((INDEX_NAME, index), (CONFIG_NAME, config.to_dict())):
-            (whole / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        whole.rename(directory)
+        write_json(partial / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(partial / CONFIG_NAME, config.to_dict())
     return total
 
 
