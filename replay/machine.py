@@ -76,7 +76,7 @@ class Machine:
             self.device.close()
             raise
 
-    def _get_ready(self, passes: Sequence[Pass], progress: Callable[[int], None] | None) -> None:
+    def _get_ready(self, passes: Sequence[Pass], progress: Callable[[int], object] | None) -> None:
         layout, shape, where = self.layout, self.layout.shape, self.device.torch_device
         num_tokens, top_k = max(extent.total for extent in self.extents), layout.top_k
         layout.require_room(where)
