@@ -35,7 +35,7 @@ def terms_of(simulated: Path, replays: Sequence[LogChunk]) -> dict[str, Any]:
     theirs = [_parts(chunk.layers, chunk.forwards.scalars["end_ns"]) for chunk in replays]
     found: dict[str, Any] = {}
     for name in PARTS:
-        measured = [parts[name] for parts in theirs if parts[name] is not None]
+        measured = [value for parts in theirs if (value := parts[name]) is not None]
         found[f"{name}_simulated_us"] = ours[name]
         found[f"{name}_measured_us"] = float(np.mean(measured)) if measured else None
     return found

@@ -23,7 +23,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_directory(path: Path, check: Callable[[], object] = lambda: None) -> Iterator[Path]:
+def whole_directory(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """A hidden directory to write into, which takes this name when all went well, and is removed when not.
 
     Args:
