@@ -156,7 +156,7 @@ def _require_room(budget: Budget) -> None:
 def _clear_pending_error() -> None:
     """Take back the error that a failed pinning leaves behind, which the next kernel would report as its own."""
     if torch.cuda.is_available():
-        torch.cuda.cudart().cudaGetLastError()
+        torch.cuda.cudart().cudaGetLastError()  # pyright: ignore[reportOptionalMemberAccess]  # there is a GPU
 
 
 def _first(error: BaseException) -> str:

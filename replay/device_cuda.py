@@ -59,7 +59,7 @@ class _Cuda:
         raw = ctypes.c_void_p(graph.raw_cuda_graph())
         self._call("cuGraphInstantiateWithFlags", ctypes.byref(made), raw, ctypes.c_ulonglong(0))
         self._call("cuGraphUpload", made, ctypes.c_void_p(int(self._streams[0])))
-        self._graphs[number] = made.value
+        self._graphs[number] = made.value  # pyright: ignore[reportCallIssue, reportArgumentType]  # the driver has set it
         return number
 
     def launch(self, work: int) -> None:

@@ -1,7 +1,8 @@
 """Kernels of routed experts on a GPU, which find their weights in any slots of one allocation."""
 
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
-# (within a kernel names stand for blocks of numbers on the GPU)
+# pyright: reportMissingImports=false
+# (within a kernel names stand for blocks of numbers on the GPU; Triton is where GPUs are)
 
 from __future__ import annotations
 

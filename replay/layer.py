@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ class TailModules(nn.Module):
         """Choose tokens by the last layer's stream [T, H], into `chosen`; returns what the first layer is given next."""
         chosen.copy_(self.head(self.norm(stream)).float().softmax(-1).max(-1).indices)
         hidden = self.embeddings(token_ids)
-        for layer in self.dense:
+        for layer in cast(Iterable[Layer], self.dense):
             hidden = hidden + attend(layer.attention, layer.input_layernorm(hidden))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return hidden
