@@ -189,12 +189,13 @@ class LLaDA2(nn.Module):
     def __init__(self, config: LLaDA2Config, *, expert_bias_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config = config
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        rows = torch.empty(config.vocab_size, config.hidden_size)
+        self.word_embeddings = nn.Embedding.from_pretrained(rows, freeze=False)
         self.layers = nn.ModuleList(Layer(config, i, expert_bias_dtype) for i in range(config.num_hidden_layers))
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for parameter in self.parameters():
-            if parameter.dim() > 1:  # norms stay at 1
+            if parameter.dim() > 1 and not parameter.is_meta:  # norms stay at 1; torch takes seconds to draw nothing
                 nn.init.normal_(parameter, std=config.initializer_range)
 
     @property
