@@ -31,13 +31,14 @@ def write_options(table: str, metadata: TraceMetadata) -> dict[str, Any]:
     """Encodings of a table, chosen by measurement.
 
     Dictionaries are smallest for everything but gates of 32 bits, of which the upper bytes alone compress: these
-    are split by byte. Only lists of ids gain by a high compression level, about an eighth.
+    are split by byte. Only lists of ids gain by a higher level; beyond 9, which takes no more time than 3, the whole
+    table would take two to three times as long and be 2 to 3 % smaller.
     """
     columns = columns_of(table, metadata)
     split = [c.parquet_path for c in columns if c.name in ("gates", "scores") and metadata.gate_dtype == "float32"]
     return {
         "compression": "zstd",
-        "compression_level": {c.parquet_path: 15 if c.width and c.stored == pa.uint16() else 3 for c in columns},
+        "compression_level": {c.parquet_path: 9 if c.width and c.stored == pa.uint16() else 3 for c in columns},
         "use_dictionary": [c.parquet_path for c in columns if c.parquet_path not in split],
         "use_byte_stream_split": split or False,
         "write_statistics": ["pass_id", "request"],
