@@ -94,8 +94,6 @@ def fallbacks(facts: Facts, policy: Policy, profile: HardwareProfile) -> list[st
     if (used := instructions()) != "AMX":
         found.append(f"experts on the CPU are computed with {used}")
     if facts.cpu_workers < profile.cpu_workers:
-        found.append(
-            f"experts on the CPU have {facts.cpu_workers} workers, all that this machine can spare; "
-            f"the profile is of {profile.cpu_workers}"
-        )
+        workers = f"{facts.cpu_workers} of the profile's {profile.cpu_workers} workers"
+        found.append(f"experts on the CPU have {workers}, all that this machine can spare")
     return found

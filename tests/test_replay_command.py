@@ -314,7 +314,7 @@ def test_a_cpu_that_is_slower_than_it_should_be_is_noted(trace: Path, monkeypatc
     assert run(trace, "policy=ktransformers", "warmup_requests=2", "forwards=12").code == 0
     assert results()[0]["warnings"] == [
         f"experts on the CPU are computed with {words}",
-        "experts on the CPU have 2 workers, all that this machine can spare; the profile is of 15",
+        "experts on the CPU have 2 of the profile's 15 workers, all that this machine can spare",
     ]
 
 
