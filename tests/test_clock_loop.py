@@ -10,6 +10,7 @@ from logs import columns_of
 from numpy.typing import NDArray
 from reference import built
 from scripted import ESTIMATES, make_costs, make_pass, make_shape
+from shipped import tiny
 from strategies import traces
 from test_compiled import PREFETCHING, check_equal
 from test_policy_laws import VARIANTS, label
@@ -21,8 +22,6 @@ from policies.pool import number_in_pool, pool_of
 from policies.profile import estimates_of
 from simulator import compiled, des
 from simulator.link import Copy
-from tracer.shipped import find_trace
-from tracer.store import TraceReader
 
 MOVING = [
     *((name, knobs) for name, knobs in VARIANTS if name in PREFETCHING or not knobs.get("swap_from_staging", True)),
@@ -304,9 +303,7 @@ def test_every_policy_that_prefetches(name: str, knobs: dict[str, Any], trace: A
 
 @each_policy
 def test_a_shipped_trace(name: str, knobs: dict[str, Any]) -> None:
-    reader = TraceReader(find_trace("proxy-tiny"))
-    shape = reader.metadata.shape
-    passes = [pass_ for pass_ in reader.passes(signals=True) if pass_.requests.max() < 1]
+    shape, passes = tiny(1)
     policy = built(name, knobs, shape, passes)
     costs = make_costs(h2d_latency_ns=30.5, g_b_ns=2.0, g_c_ns=0.3, tail_ns=40)
     check_equal(lambda: policy, passes, shape, 14 * shape.num_layers, costs, estimates_of(costs))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from logs import columns_of, hash_of
 from reference import built
 from scripted import ESTIMATES, Script, make_costs, make_pass, make_shape, scripted
+from shipped import tiny
 from strategies import random_passes, traces
 from test_des import draw_case, draw_costs
 from test_policy_laws import VARIANTS, label
@@ -18,8 +19,6 @@ from simulator import compiled, des
 from simulator.drive import drive
 from simulator.loop import pointers_of
 from simulator.timing import time
-from tracer.shipped import find_trace
-from tracer.store import TraceReader
 
 PREFETCHING = {"moe_infinity", "finemoe", "sida", "gate_ahead", "ideal_prefetch"}
 STILL = [(name, knobs) for name, knobs in VARIANTS if name not in PREFETCHING and knobs.get("swap_from_staging", True)]
@@ -57,9 +56,7 @@ def test_every_policy_that_does_not_prefetch(name, knobs, trace, data):
 
 @each_policy
 def test_a_shipped_trace(name, knobs):
-    reader = TraceReader(find_trace("proxy-tiny"))
-    shape = reader.metadata.shape
-    passes = [pass_ for pass_ in reader.passes(signals=True) if pass_.requests.max() < 2]
+    shape, passes = tiny(2)
     policy = built(name, knobs, shape, passes)
     costs = make_costs(h2d_latency_ns=30.5, g_b_ns=2.0, g_c_ns=0.3, cpu_b0_ns=50.0, cpu_b1_ns=5.0, tail_ns=40)
     for capacity in (10, 32):

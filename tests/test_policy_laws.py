@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import built, run
 from scripted import layer_rows, make_costs
+from shipped import tiny
 from strategies import change, random_passes, traces
 from watched import WatchedSlots, check_laws
 
@@ -19,8 +20,6 @@ from simulator import des
 from simulator.des import simulate
 from simulator.loop import pointers_of
 from tracer.schema import ForwardKind, ModelShape, Pass, Signals
-from tracer.shipped import find_trace
-from tracer.store import TraceReader
 
 H2D = {"misses": "h2d"}
 # beside the defaults, knobs that change what kind of policy it is
@@ -153,9 +152,7 @@ def test_laws(name, knobs, trace, data):
 
 @each_policy
 def test_laws_on_a_shipped_trace(name, knobs):
-    reader = TraceReader(find_trace("proxy-tiny"))
-    shape = reader.metadata.shape
-    passes = [pass_ for pass_ in reader.passes(signals=True) if pass_.requests.max() < 4]
+    shape, passes = tiny(2)
     policy = built(name, knobs, shape, passes)
     rows = watched(policy, shape, passes, 16)
     check_rows(policy, shape, passes, 16, rows)
@@ -260,9 +257,7 @@ def test_nothing_is_known_of_what_comes_after_a_gate(name, knobs, trace, data):
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if not name.startswith("ideal_")])
 def test_a_policy_is_not_shown_signals_that_it_does_not_read(name):
-    reader = TraceReader(find_trace("proxy-tiny"))
-    shape = reader.metadata.shape
-    passes = [pass_ for pass_ in reader.passes(signals=True) if pass_.requests.max() < 1]
+    shape, passes = tiny(1)
     policy = built(name, {}, shape, passes)
     seen = []
 
