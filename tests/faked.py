@@ -1,4 +1,4 @@
-"""A device on which everything takes a time that is known beforehand."""
+"""A device on which everything takes a time that is known beforehand, and such times as they are measured."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+
+from replay.repeats import Repeated
 
 
 class FakeStream:
@@ -52,3 +54,8 @@ class FakeDevice:
 
     def synchronize(self) -> None:
         pass
+
+
+def at(time_ns: float, spread: float = 0.0) -> Repeated:
+    """A time whose median and mean are known."""
+    return Repeated(time_ns, spread, time_ns)

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from faked import at
 from scripted import ESTIMATES, make_costs, make_shape
 
 from policies.log import LogChunk, Table
@@ -14,7 +15,6 @@ from replay.calibrate_log import Execution, Observed, observe, read_log
 from replay.calibrate_plans import Design, designed
 from replay.calibrate_policies import policy_time
 from replay.calibrate_settings import QUICK, Settings
-from replay.repeats import Repeated
 from simulator.des import simulate
 
 TOP_K, CHUNK, LAYERS = 8, 4, 3
@@ -97,7 +97,7 @@ def test_the_time_of_a_policy_comes_back(found):
 
 def test_what_a_policy_does_at_a_forwards_end_is_shared_out_over_layers(found):
     made = designed(a_shape(), LAYERS, 64, designs()[:20])
-    slower = found._replace(tail=Repeated(360_000.0, 0.0, 360_000.0))  # by 60 us than the one that it is held against
+    slower = found._replace(tail=at(360_000.0))  # by 60 us than the one that it is held against
     time = policy_time(simulated(made), own_part_ns, slower)
     assert time.mean_ns == pytest.approx(30_000 + 60_000 / LAYERS, abs=1)
 
@@ -115,7 +115,7 @@ def test_layers_with_both_are_right_on_average_within_a_tenth_of_what_batches_to
     both = [design for design in chosen if design.num_on_cpu >= 4 and design.num_transfers]
     for design in both:
         total = factor * observed[design].total.mean_ns
-        observed[design] = observed[design]._replace(total=Repeated(total, 0.0, total))
+        observed[design] = observed[design]._replace(total=at(total))
     known = {design.pass_size: own_part_ns(*design.pass_size) for design in chosen}
     found = layer_costs(observed, tail, known, COSTS.policy_ns, TOP_K, CHUNK)
     bias = np.mean([found.errors[design] for design in both])
@@ -144,9 +144,6 @@ def executed(design):
     else:
         after = hits + 3_000
 
-    def at(time):
-        return Repeated(time, 0.0, time)
-
     return Observed(
         at(before),
         at(hits),
@@ -164,7 +161,7 @@ def test_what_rules_do_not_have_is_charged_where_it_is_paid():
     chosen = [design for design in designs() if not (design.num_on_cpu and design.num_transfers)]
     observed = {design: executed(design) for design in chosen}
     known = {design.pass_size: 200_000.0 for design in chosen}
-    found = layer_costs(observed, Repeated(1.0, 0.0, 1.0), known, DECIDE, TOP_K, CHUNK)
+    found = layer_costs(observed, at(1.0), known, DECIDE, TOP_K, CHUNK)
     assert found.gate_sync_ns == WAIT + FIRST_COPY
     assert found.first_copy_ns == FIRST_COPY
     assert found.roundtrip_ns == pytest.approx(RETURN + AHEAD)
@@ -180,7 +177,7 @@ def test_errors_are_of_charged_against_measured():
     chosen = [design for design in designs() if not (design.num_on_cpu and design.num_transfers)]
     observed = {design: executed(design) for design in chosen}
     known = {design.pass_size: 200_000.0 for design in chosen}
-    found = layer_costs(observed, Repeated(1.0, 0.0, 1.0), known, DECIDE, TOP_K, CHUNK)
+    found = layer_costs(observed, at(1.0), known, DECIDE, TOP_K, CHUNK)
     for design, error in found.errors.items():
         assert charged_ns(found, design, TOP_K, CHUNK) == pytest.approx(observed[design].total.mean_ns * (1 + error))
 
