@@ -52,7 +52,7 @@ def denoising(passes):
 
 
 @given(traces(max_block=8, max_experts=20, signals=None), st.sampled_from(GATE_DTYPES), st.sampled_from([1, 1 << 20]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_generated_trace_is_sound(tmp_path_factory, drawn, gate_dtype, group_ids):
     shape, passes = drawn
     with pytest.MonkeyPatch.context() as patch:

@@ -67,7 +67,7 @@ def trace(tmp_path):
 
 
 @given(traces(signals=None), st.sampled_from(GATE_DTYPES))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_what_is_written_is_read(tmp_path_factory, drawn, gate_dtype):
     shape, passes = drawn
     path = write(tmp_path_factory.mktemp("t") / "x.trace", shape, passes, gate_dtype)
