@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from policies.jit import jit
 
@@ -94,14 +93,3 @@ class Index:
         self.array = self.host.numpy()
         self.cpu_tokens = np.zeros(num_rows, np.int64)
         self.cpu_ends = np.zeros(num_jobs, np.int64)
-
-    def write(
-        self,
-        ids: NDArray[np.int32],
-        experts: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        slots: NDArray[np.int32],
-        on_cpu: NDArray[np.int64],
-    ) -> int:
-        """Arrange a layer; arguments as of `arrange`. Returns the rows of the CPU's batch."""
-        return arrange(ids, experts, ends, slots, on_cpu, self.array, self.layout, self.cpu_tokens, self.cpu_ends)

@@ -1,5 +1,8 @@
 """What a device is to do, written down by compiled code and carried out in one go."""
 
+# pyright: reportCallIssue=false
+# (an intrinsic is called without its first argument)
+
 from __future__ import annotations
 
 import numpy as np

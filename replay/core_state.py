@@ -60,7 +60,7 @@ class Handles(NamedTuple):
 class Told(NamedTuple):
     """What kernels are told of a layer; all but `works` as of `arrange`."""
 
-    index: NDArray[np.int32]
+    index: NDArray[np.int32]  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody looks for a value in it
     layout: NDArray[np.int64]
     cpu_tokens: NDArray[np.int64]
     cpu_ends: NDArray[np.int64]

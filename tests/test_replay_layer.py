@@ -11,7 +11,7 @@ from scripted import ESTIMATES, Script, make_pass, scripted
 from torch import Tensor
 
 from policies.steps import Steps, step_at
-from replay.arrange import Index
+from replay.arrange import Index, arrange
 from replay.executor import Run
 from replay.expert_kernel import expert_kernels, make_buffers
 from tracer.schema import Pass
@@ -92,7 +92,9 @@ def test_the_grouped_kernel_runs_each_row_by_the_expert_of_its_slot() -> None:
     buffers.x.copy_(torch.randn(4, hidden, generator=generator))
     buffers.rows.fill_(7)
     ids = np.array([[7], [9], [9], [2]], np.int32)
-    index.write(ids, np.array([9, 2, 7]), np.array([2, 3]), np.array([3, 0, 4], np.int32), np.empty(0, np.int64))
+    experts, ends, in_slots = np.array([9, 2, 7]), np.array([2, 3]), np.array([3, 0, 4], np.int32)
+    arranged = index.array, index.layout, index.cpu_tokens, index.cpu_ends
+    arrange(ids, experts, ends, in_slots, np.empty(0, np.int64), *arranged)
     expert_kernels(buffers, index, hidden, intermediate).run(0, 2)
     for token, slot in ((1, 3), (2, 3), (3, 0)):
         expected = swiglu(slots[slot], buffers.x[token])
