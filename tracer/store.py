@@ -190,7 +190,7 @@ class TraceWriter:
                 sizes[table] = (self._partial / f"{table}.parquet").stat().st_size
                 num_rows[table] = rows.num_rows
             self._journal.add(sizes, num_rows, going_on)
-        self._stored.update(group.forwards["request"].tolist())
+            self._stored.update(group.forwards["request"].tolist())
         self._going_on = going_on
         self._pending = []
         self._pending_ids = 0
