@@ -10,12 +10,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.calibration import calibrated
-from policies.contract import Context, Estimates, Policy
+from policies.contract import Context, Estimates, Policy, View
 from policies.driver import Decision, drive
 from policies.registry import build_policy
 from tracer.schema import ForwardKind, ModelShape, Pass
 
 ESTIMATES = Estimates(h2d_ns=120, cpu_b0_ns=40, cpu_b1_ns=30)
+
+
+# Views
+
+
+def shown(
+    resident: NDArray[np.bool_],
+    in_flight: NDArray[np.bool_],
+    capacity: NDArray[np.int64],
+    free_slots: int = 0,
+    estimates: Estimates = ESTIMATES,
+) -> View:
+    """The arrays as drivers show them, read-only: for others the policy would be compiled once more."""
+    views = [array.view() for array in (resident, in_flight, capacity)]
+    for view in views:
+        view.flags.writeable = False
+    return View(*views, free_slots, estimates)
 
 
 # Traces

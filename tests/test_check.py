@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+from reference import shown
 from test_driver import plan
 
 from policies.check import check_place, check_plan
-from policies.contract import Estimates, PlanError, Step, View
+from policies.contract import PlanError, Step
 
 E = 6
 WHERE = "request 4, forward 9, layer 1: "
@@ -24,7 +25,7 @@ def view_with(resident=(), in_flight=(), capacity=(3, 3)):
         held[pair] = True
     for pair in in_flight:
         coming[pair] = True
-    return View(held, coming, np.array(capacity), 0, Estimates(1, 1, 1))
+    return shown(held, coming, np.array(capacity))
 
 
 def prefetching(pairs, priority=None):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import shown
 from scripted import (
     ESTIMATES,
     Script,
@@ -375,9 +376,8 @@ def closed_form(
             num_tokens, kv_len = int(pass_.num_tokens.sum()), int(pass_.kv_lens.sum())
             plan_ns = now + layer_ns(costs, num_tokens, kv_len) + costs.gate_sync_ns + costs.policy_ns
             pool = resident.reshape(-1) if is_global else resident[layer]
-            view = View(
-                resident.copy(), np.zeros_like(resident), capacity.copy(), row["capacity"] - int(pool.sum()), ESTIMATES
-            )
+            free = row["capacity"] - int(pool.sum())
+            view = shown(resident.copy(), np.zeros_like(resident), capacity.copy(), free)
             plan = policy.decide(None, state, step, view)
             base = layer * num_experts if is_global else 0
 
@@ -417,7 +417,7 @@ def closed_form(
             rows.append(row)
         now += costs.tail_ns
         if policy.boundary:
-            view = View(resident.copy(), np.zeros_like(resident), capacity.copy(), 0, ESTIMATES)
+            view = shown(resident.copy(), np.zeros_like(resident), capacity.copy())
             capacity, evictions = policy.boundary(None, state, end_of(forward), view)
             resident &= ~evictions
     return rows

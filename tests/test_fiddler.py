@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import ESTIMATES, built, run
+from reference import ESTIMATES, built, run, shown
 from scripted import make_pass, make_shape
 from strategies import random_passes, traces
 
 from experiments import calibration
-from policies.contract import Context, Estimates, PolicyError, View
+from policies.contract import Context, Estimates, PolicyError
 from policies.driver import drive
 from policies.fiddler import OBJECTIVES, Knobs
 from policies.registry import build_policy
@@ -27,7 +27,7 @@ def split(objective, loads, resident, estimates):
     state, residents, capacity = policy.init(policy.params, shape, 4)
     residents[:] = False
     residents[0, resident] = True
-    view = View(residents, np.zeros_like(residents), capacity, 0, estimates)
+    view = shown(residents, np.zeros_like(residents), capacity, estimates=estimates)
     plan = policy.decide(policy.params, state, step_at(Steps(shape).read(passes[0]), 0), view)
     assert (plan.retained == residents[0]).all()
     return plan.transfers.tolist(), plan.on_cpu.tolist()

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import ESTIMATES, built, context_of, pass_of
+from reference import ESTIMATES, built, context_of, pass_of, shown
 from scripted import layer_rows, make_costs, make_shape
 from strategies import change, random_passes
 
-from policies.contract import Context, PolicyError, View
+from policies.contract import Context, PolicyError
 from policies.expert_maps import DISTRIBUTIONS
 from policies.finemoe import Knobs
 from policies.map_prediction import num_selected, priority_to_stay
@@ -41,14 +41,6 @@ def calibration_of(maps, sketches=None):
     )
 
 
-def read_only(*arrays):
-    """Views as drivers show them; for others everything would be compiled once more."""
-    views = [array.view() for array in arrays]
-    for view in views:
-        view.flags.writeable = False
-    return views
-
-
 class Gates:
     """Asks the policy at one gate after the other, with nothing resident."""
 
@@ -69,7 +61,7 @@ class Gates:
         forward = self.steps.read(pass_)
         for layer in range(self.shape.num_layers):
             free = int(self.capacity.sum())
-            view = View(*read_only(self.resident, self.resident ^ self.resident, self.capacity), free, ESTIMATES)
+            view = shown(self.resident, self.resident ^ self.resident, self.capacity, free)
             yield self.policy.decide(self.policy.params, self.state, step_at(forward, layer), view)
 
 
@@ -94,7 +86,7 @@ def test_the_lowest_product_of_share_and_uses_leaves():
     resident = np.array([[True, True, True, False]])
     score, uses = np.array([[0.5 * 2, 0.9 * 1, 0.2 * 6, 0]]), np.array([[2, 1, 6, 1]])
     pass_ = pass_of(np.array([[[3]]]))
-    view = View(resident, np.zeros_like(resident), np.array([3]), 0, ESTIMATES)
+    view = shown(resident, np.zeros_like(resident), np.array([3]))
     step = step_at(Steps(gates.shape).read(pass_), 0)
     assert retain(step, view, np.array([3]), score, uses, 9).tolist() == [True, False, True, True]
 

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import ESTIMATES, answers, built, context_of, pass_of, run
+from reference import ESTIMATES, answers, built, context_of, pass_of, run, shown
 from scripted import layer_rows, make_costs, make_pass, make_shape
 from strategies import change, random_passes, traces
 
-from policies.contract import PolicyError, View
+from policies.contract import PolicyError
 from policies.gate_ahead import Knobs
 from policies.registry import build_policy
 from policies.steps import Steps, step_at
@@ -60,7 +60,7 @@ def test_worked_example():
     state, resident, capacity = policy.init(policy.params, shape, 8)
     resident[1, 9] = True
     forward = Steps(shape, reads_signals=True).read(passes[0])
-    view = View(resident, np.zeros_like(resident), capacity, 4, ESTIMATES)
+    view = shown(resident, np.zeros_like(resident), capacity, 4)
     plan = policy.decide(policy.params, state, step_at(forward, 0), view)
     assert plan.prefetches.tolist() == [[1, 5], [1, 3]]
     assert plan.prefetch_priority.tolist() == [[1, -2], [1, -1]]

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import ESTIMATES, answers, built, context_of, run, sets_of
+from reference import ESTIMATES, answers, built, context_of, run, sets_of, shown
 from scripted import layer_rows, make_costs, make_pass, make_shape
 from strategies import random_passes, traces
 
-from policies.contract import PolicyError, View
+from policies.contract import PolicyError
 from policies.registry import build_policy
 from policies.steps import Steps, count_load, step_at
 from simulator.des import simulate
@@ -106,7 +106,7 @@ def test_what_comes_next_wraps_into_the_next_forward_and_request():
     state, resident, capacity = policy.init(policy.params, shape, 8)
     steps = Steps(shape)
     first, last = steps.read(passes[0]), steps.read(passes[1])
-    view = View(resident, np.zeros_like(resident), capacity, 2, ESTIMATES)
+    view = shown(resident, np.zeros_like(resident), capacity, 2)
     plan = policy.decide(policy.params, state, step_at(first, 2), view)
     assert plan.prefetches.tolist() == [[3, 3], [3, 5], [3, 4], [0, 4], [1, 5]]
     assert plan.prefetch_priority.tolist() == [[1, -2], [1, -2], [1, -1], [2, -1], [3, -1]]
@@ -135,12 +135,13 @@ def test_a_copy_in_flight_is_no_part_of_the_split():
     passes = [make_pass(0, [[0], [1, 2, 3, 4]])]
     policy = built("ideal_prefetch", {}, shape, passes)
     state, resident, capacity = policy.init(policy.params, shape, 8)
-    view = View(resident, np.zeros_like(resident), capacity, 4, ESTIMATES)
+    in_flight = np.zeros_like(resident)
+    view = shown(resident, in_flight, capacity, 4)
     step = step_at(Steps(shape).read(passes[0]), 1)
     alone = policy.decide(policy.params, state, step, view)
     # experts of 8 / 5 tokens take 88 on the CPU, 120 to copy: 88 / 208 of four is 1.7, of three 1.3
     assert (len(alone.transfers), len(alone.on_cpu)) == (2, 2)
-    view.in_flight[1, 2] = True
+    in_flight[1, 2] = True
     plan = policy.decide(policy.params, state, step, view)
     assert plan.transfers.tolist() == [2, 1]
     assert plan.on_cpu.tolist() == [3, 4]

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import ESTIMATES, built, context_of, pass_of
+from reference import ESTIMATES, built, context_of, pass_of, shown
 from scripted import layer_rows, make_costs, make_shape
 from strategies import random_passes, traces
 
-from policies.contract import Context, PolicyError, View
+from policies.contract import Context, PolicyError
 from policies.counting_order import descending
 from policies.exact import more_similar
 from policies.moe_infinity import Knobs
@@ -31,14 +31,6 @@ def policy_for(stored, shape=SHAPE, **knobs):
     return build_policy("moe_infinity", knobs, Context(shape, calibrate=lambda: replace(made, request_loads=loads)))
 
 
-def read_only(*arrays):
-    """Views as drivers show them; for others everything would be compiled once more."""
-    views = [array.view() for array in arrays]
-    for view in views:
-        view.flags.writeable = False
-    return views
-
-
 class Gates:
     """Asks the policy at one gate after the other, with the given residents at each."""
 
@@ -52,7 +44,7 @@ class Gates:
         forward = self.steps.read(pass_of(np.array(routes).reshape(len(routes), -1, 1), **columns))
         for layer in range(len(routes)):
             free = int(self.capacity.sum() - self.resident.sum())
-            view = View(*read_only(self.resident, self.resident ^ self.resident, self.capacity), free, ESTIMATES)
+            view = shown(self.resident, self.resident ^ self.resident, self.capacity, free)
             yield self.policy.decide(self.policy.params, self.state, step_at(forward, layer), view)
 
 
@@ -405,7 +397,7 @@ def test_more_requests_than_there_is_room_for_are_refused():
     pass_ = pass_of(np.zeros((4, 257, 1), np.int64), requests=range(257), blocks=[0] * 257)
     step = step_at(Steps(SHAPE).read(replace(pass_, kinds=np.ones(257, int))), 0)
     with pytest.raises(PolicyError, match="up to 256 requests in a pass"):
-        policy.decide(policy.params, state, step, View(*read_only(resident, resident, capacity), 4, ESTIMATES))
+        policy.decide(policy.params, state, step, shown(resident, resident, capacity, 4))
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import ESTIMATES, built, context_of, pass_of, shape_of
+from reference import ESTIMATES, built, context_of, pass_of, shape_of, shown
 from scripted import layer_rows, make_costs
 from strategies import change, random_passes, traces
 
 from experiments import calibration
-from policies.contract import MOST_REQUESTS, Context, PolicyError, View
+from policies.contract import MOST_REQUESTS, Context, PolicyError
 from policies.registry import build_policy
 from policies.sida import OVERFLOWS, Knobs
 from policies.steps import Steps, count_load, step_at
@@ -210,7 +210,7 @@ def ask(policy, shape, token_ids, slots, *, layer=0, resident=(), in_flight=(), 
         flying[cell] = True
     ids = np.full((shape.num_layers, len(token_ids), 1), experts)
     forward = Steps(shape, reads_signals=True).read(pass_of(ids, token_ids_in=token_ids))
-    view = View(residents, flying, capacity, 0, ESTIMATES)
+    view = shown(residents, flying, capacity)
     for gate in range(layer + 1):
         plan = policy.decide(policy.params, state, step_at(forward, gate), view)
     return plan, state
