@@ -1,10 +1,12 @@
-"""Runs a command line in this process, as a shell would; and one row of results, as commands make them."""
+"""Runs a command line as a shell would, in this process or its own; and one row of results, as commands make them."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from typing import NamedTuple
 from unittest.mock import patch
@@ -68,3 +70,25 @@ def command(main: Callable[[], None], *arguments: str) -> Finished:
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return Finished(code, out.getvalue(), err.getvalue())
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """As in the foreground of a shell; what a script starts in the background ignores interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def running(line: list[str], **options) -> Iterator[subprocess.Popen]:
+    """A process, of this `Popen`, that can be interrupted and does not outlive the block."""
+    with interruptible():
+        process = subprocess.Popen(line, text=True, **options)
+    with process:  # waits, and closes pipes
+        try:
+            yield process
+        finally:
+            process.kill()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import command
+from commands import command, interruptible
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import MISSING, OmegaConf
@@ -192,16 +192,8 @@ def test_an_interrupt_before_any_cell_is_done_leaves_nothing_and_says_of_nothing
     assert list(Path.cwd().iterdir()) == []
 
 
-@pytest.fixture
-def interruptible():
-    """As in the foreground of a shell; what a script starts in the background ignores interrupts."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_that_come_again_disturb_no_tidying(number, interruptible):
+def test_signals_that_come_again_disturb_no_tidying(number):
     def ends(config):
         Path(HydraConfig.get().runtime.output_dir, "half").touch()
         try:
@@ -211,7 +203,8 @@ def test_signals_that_come_again_disturb_no_tidying(number, interruptible):
             Path(HydraConfig.get().runtime.output_dir, "half").unlink()
             os.kill(os.getpid(), signal.SIGINT)
 
-    assert run("-m", "needed=x", "number=1,2", "output.dir=grid", work=ends).code == 128 + number
+    with interruptible():
+        assert run("-m", "needed=x", "number=1,2", "output.dir=grid", work=ends).code == 128 + number
     assert list(Path.cwd().iterdir()) == []
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import interruptible
 
 from experiments import generate
 from experiments.generate import main
@@ -179,14 +180,11 @@ def test_an_interrupt_leaves_nothing(oled_generate, tmp_path, monkeypatch):
 
         return passes
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
-    try:
+    with interruptible():
         for number, word in ((signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")):
             monkeypatch.setattr(generate, "uniform", stopped_by(number))
             assert oled_generate("uniform proxy-tiny x.trace") == (128 + number, "", f"oled-generate: {word}\n")
             assert list(tmp_path.iterdir()) == []
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_it_needs_no_torch():

@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+from commands import running
 from llada2_models import save_tiny_checkpoint
 
 from experiments import trace as command
@@ -361,19 +362,17 @@ def test_a_decode_error_leaves_the_requests_that_were_finished(workplace, oled_t
     assert check(workplace / "out.trace").ok
 
 
-def spawn(directory, *arguments):
+def spawned(directory):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "experiments.trace", *arguments]
-    return subprocess.Popen(
-        line, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    line = [sys.executable, "-m", "experiments.trace", "model=tiny", "prompts=prompts.txt", "output.trace=out.trace"]
+    return running(line, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_bad_input_in_a_process_of_its_own(workplace):
     before = files(workplace)
     (workplace / "prompts.txt").write_text("")
-    process = spawn(workplace, "model=tiny", "prompts=prompts.txt", "output.trace=out.trace")
-    out, err = process.communicate(timeout=120)
+    with spawned(workplace) as process:
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "")
     assert err == "oled-trace: error: prompts.txt: the file is empty, one prompt a line is needed\n"
     assert files(workplace) == before
@@ -382,12 +381,12 @@ def test_bad_input_in_a_process_of_its_own(workplace):
 def test_interrupt_leaves_no_trace(workplace):
     before = files(workplace)
     (workplace / "prompts.txt").write_text("Sam has 3 pens.\n" * 500)
-    process = spawn(workplace, "model=tiny", "prompts=prompts.txt", "output.trace=out.trace", "decode.gen_length=200")
-    while not list(workplace.glob(".out.trace.partial-*")):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    with spawned(workplace) as process:
+        while not list(workplace.glob(".out.trace.partial-*")):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (130, "")
     assert err == "oled-trace: interrupted\n"
     assert files(workplace) == before
