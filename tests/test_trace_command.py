@@ -1,16 +1,14 @@
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from commands import running
+from commands import interruptible
 from llada2_models import save_tiny_checkpoint
 
 from experiments import trace as command
@@ -362,33 +360,25 @@ def test_a_decode_error_leaves_the_requests_that_were_finished(workplace, oled_t
     assert check(workplace / "out.trace").ok
 
 
-def spawned(directory):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "experiments.trace", "model=tiny", "prompts=prompts.txt", "output.trace=out.trace"]
-    return running(line, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
 def test_bad_input_in_a_process_of_its_own(workplace):
     before = files(workplace)
     (workplace / "prompts.txt").write_text("")
-    with spawned(workplace) as process:
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (2, "")
-    assert err == "oled-trace: error: prompts.txt: the file is empty, one prompt a line is needed\n"
+    line = [sys.executable, "-m", "experiments.trace", "model=tiny", "prompts=prompts.txt", "output.trace=out.trace"]
+    done = subprocess.run(line, cwd=workplace, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "oled-trace: error: prompts.txt: the file is empty, one prompt a line is needed\n"
     assert files(workplace) == before
 
 
-def test_interrupt_leaves_no_trace(workplace):
+def test_an_interrupt_leaves_no_trace(workplace, oled_trace, monkeypatch):
+    def interrupted(*_):
+        assert list(workplace.glob(".out.trace.partial-*"))
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(decode_dinfer, "accept_threshold", interrupted)
     before = files(workplace)
-    (workplace / "prompts.txt").write_text("Sam has 3 pens.\n" * 500)
-    with spawned(workplace) as process:
-        while not list(workplace.glob(".out.trace.partial-*")):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
-    assert (process.returncode, out) == (130, "")
-    assert err == "oled-trace: interrupted\n"
+    with interruptible():
+        assert oled_trace(*FAST) == (130, "", "oled-trace: interrupted\n")
     assert files(workplace) == before
 
 
