@@ -73,7 +73,7 @@ def draw_slots(data, shape):
     ],
     ids=str,
 )
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(traces(), st.data())
 def test_equals_the_plain_policy(knobs, fields, trace, data):
     shape, passes = trace
@@ -82,7 +82,7 @@ def test_equals_the_plain_policy(knobs, fields, trace, data):
 
 
 @pytest.mark.parametrize("fields", [{}, {"conf_mode": "end_iter", "resize_every": 1}], ids=str)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(traces(signals=True), st.data())
 def test_raw_gates_are_the_sigmoids_of_the_chosen(fields, trace, data):
     shape, passes = trace
@@ -95,7 +95,7 @@ def test_raw_gates_are_the_sigmoids_of_the_chosen(fields, trace, data):
 
 
 @given(traces(), st.integers(0, 3))
-@settings(max_examples=15)
+@settings(max_examples=6)
 def test_only_the_best_so_many_transfers_enter(trace, limit):
     shape, passes = trace
     for decision in run("oled", {"max_admit": limit, "layer_adapt": False}, shape, passes, shape.top_k):
@@ -136,7 +136,7 @@ def test_missed_load_counts_what_lru_misses_in_decode():
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(traces(), st.data())
 def test_without_parts_it_is_lru(order, trace, data):
     shape, passes = trace
@@ -155,7 +155,7 @@ def test_without_parts_it_has_the_hits_of_lru():
     assert hits == hits_of(batches, lru_residents(batches, 2)) == [0, 1, 1, 1]
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(traces(), st.data())
 def test_sure_tokens_make_confidence_the_gate_and_equal_gates_the_load(trace, data):
     shape, passes = trace
@@ -178,7 +178,7 @@ def test_misses_is_another_name_for_coop():
 # Retention
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(traces(), st.data())
 def test_what_is_retained(trace, data):
     shape, passes = trace
@@ -296,7 +296,7 @@ def test_shrinking_takes_the_lowest_priority():
 # Confidence
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(traces(), st.data())
 def test_confidences_of_a_forward_never_reach_its_own_gates(trace, data):
     shape, passes = trace
