@@ -82,7 +82,7 @@ def test_numba_can_tell_the_records_of_policies_apart():
 
 
 @each_policy
-@settings(max_examples=12)
+@settings(max_examples=4)
 @given(traces(), st.data())
 def test_plans_are_accepted_and_add_up(name, knobs, trace, data):
     shape, passes = trace
@@ -131,7 +131,7 @@ def test_what_is_built_from_the_run_says_so(name, knobs):
 
 
 @each([variant for variant in VARIANTS if not foresees(*variant)])
-@settings(max_examples=30)
+@settings(max_examples=6)
 @given(traces(), st.data())
 def test_nothing_is_known_of_what_comes_after_a_gate(name, knobs, trace, data):
     shape, passes = trace
@@ -263,7 +263,7 @@ def test_renaming_experts_leaves_the_hits_of_bounds(name):
 
 
 @given(traces(), st.data())
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_signals_of_priority_agree_where_they_say_the_same(trace, data):
     shape, passes = trace
     capacity = data.draw(st.integers(1, shape.num_experts))
