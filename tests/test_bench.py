@@ -1,12 +1,16 @@
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from commands import command
 
-from experiments import bench, bench_decide
+from experiments import bench, bench_decide, bench_sweep, simulate_command
 from experiments.calibration import context_of
 from experiments.profiles import load_profile
 from policies.registry import POLICIES, build_policy
@@ -50,26 +54,27 @@ def test_times_of_decisions_add_up(tmp_path, capsys):
     ]
 
 
-def test_every_policy_that_the_trace_allows_is_measured(tmp_path, capsys):
+def test_every_policy_that_the_trace_allows_is_measured(tmp_path, capsys, monkeypatch):
+    some = {name: POLICIES[name] for name in ("lru", "gate_ahead", "ondemand")}  # compiling all takes a minute
+    monkeypatch.setattr(bench_decide, "POLICIES", some)
     reader = TraceReader(find_trace("proxy-tiny"))
     with TraceWriter(tmp_path / "bare.trace", reader.metadata) as writer:
-        for pass_ in reader:
+        for pass_ in islice(reader, 40):
             writer.write(pass_)
     out = decide(capsys, "--trace", str(tmp_path / "bare.trace"), "--repeats", "1")
     assert max(map(len, out.splitlines())) <= 250  # the reason of a refusal is one line
     refused = [line for line in out.splitlines() if line.startswith("Not measured: ")]
     measured = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")][1:]
     reason = "needs ahead_ids of the table signals, which this trace lacks: proxy-19x256-signals has them"
-    assert f"Not measured: gate_ahead {reason}" in refused
-    assert set(measured) < set(POLICIES)
-    assert len(measured) + len(refused) == len(POLICIES)
+    assert refused == [f"Not measured: gate_ahead {reason}"]
+    assert measured == ["lru", "ondemand"]
 
 
-@pytest.mark.parametrize("name", ["oled", "gate_ahead", "ideal_free", "moe_infinity"])
+@pytest.mark.parametrize("name", ["oled", "gate_ahead", "ideal_free"])
 def test_asked_again_a_policy_answers_the_same(name):
     reader = TraceReader(find_trace("proxy-tiny"))
     shape = reader.metadata.shape
-    passes = list(islice(reader.passes(signals=True), 40))
+    passes = list(islice(reader.passes(signals=True), 20))
     costs = load_profile("rtx5090").costs(shape, shape.expert_bytes(), name)
     built = build_policy(name, {}, context_of(reader, 3)[0])
     plans = []
@@ -82,7 +87,7 @@ def test_asked_again_a_policy_answers_the_same(name):
     watched = replace(built, decide=decide)
     run = bench_decide.record(watched, passes, shape, 36, costs)
     first, plans = plans, []
-    assert len(first) == 40 * NUM_LAYERS
+    assert len(first) == len(passes) * NUM_LAYERS
     again = [tuple(map(np.copy, plan)) for _, _, plan in bench_decide.ask_again(run, shape)]
     for one, other in zip(first, again, strict=True):
         assert all(map(np.array_equal, one, other))
@@ -122,9 +127,16 @@ def test_errors_are_one_line(arguments, message, capsys, tmp_path, monkeypatch):
     assert not Path("missing").exists()
 
 
-def test_a_grid_is_timed_whole_and_in_parts(tmp_path, capsys):
+def test_a_grid_is_timed_whole_and_in_parts(tmp_path, capsys, monkeypatch):
+    def here(line, **_):  # five processes take long to start
+        assert line[:3] == [sys.executable, "-m", "experiments.simulate_command"]
+        finished = command(simulate_command.main, *line[3:])
+        return subprocess.CompletedProcess(line, finished.code, finished.out, finished.err)
+
+    processes = SimpleNamespace(run=here, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(bench_sweep, "subprocess", processes)
     file = tmp_path / "sweep.json"
-    arguments = "--trace", "proxy-tiny", "--policy", "lru", "--policy", "full", "--slots", "8", "--jobs", "1"
+    arguments = "--trace", "proxy-tiny", "--policy", "ondemand", "--policy", "full", "--slots", "8", "--jobs", "1"
     bench.main(["sweep", *arguments, "--json", str(file)])
     report = json.loads(file.read_text())
     assert report["num_runs"] == 8  # bandwidths
@@ -133,7 +145,7 @@ def test_a_grid_is_timed_whole_and_in_parts(tmp_path, capsys):
     assert "2 policies x 1 sizes x 4 bandwidths x 1 traces, 8 runs in 1 processes:" in out
     assert [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")] == [
         "policy",
-        "lru",
+        "ondemand",
         "full",
     ]
 
@@ -141,9 +153,9 @@ def test_a_grid_is_timed_whole_and_in_parts(tmp_path, capsys):
 def test_both_engines_are_measured_on_the_same_steps(tmp_path, capsys):
     file = tmp_path / "engines.json"
     arguments = ["--trace", "proxy-tiny", "--slots", "16", "--forwards", "6", "--repeats", "2", "--json", str(file)]
-    bench.main(["engines", *arguments, "--policy", "lru", "--policy", "gate_ahead"])
+    bench.main(["engines", *arguments, "--policy", "lru", "--policy", "ondemand"])
     report = json.loads(file.read_text())
-    assert list(report["policies"]) == ["lru", "gate_ahead"]
+    assert list(report["policies"]) == ["lru", "ondemand"]
     for row in report["policies"].values():
         assert row["num_steps"] == 6 * NUM_LAYERS
         assert row["compiled_steps_per_s"] == pytest.approx(row["ratio"] * row["des_steps_per_s"])
