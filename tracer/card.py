@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,7 +151,8 @@ def update(text: str) -> str:
     Raises:
         TraceError: a trace that is named there is missing or damaged.
     """
-    return _BLOCK.sub(lambda block: f"{block['command']}\n{_answer(_parse_block(block))}\n{block['end']}", text)
+    once = cache(statistics_of)  # large traces stand in several tables
+    return _BLOCK.sub(lambda block: f"{block['command']}\n{_answer(_parse_block(block), once)}\n{block['end']}", text)
 
 
 def traces_of(text: str) -> list[str]:
@@ -232,8 +234,8 @@ def _parse_block(block: re.Match[str]) -> argparse.Namespace:
     return _parser().parse_args(block["arguments"].split())
 
 
-def _answer(options: argparse.Namespace) -> str:
-    traces = [statistics_of(name) for name in options.trace]
+def _answer(options: argparse.Namespace, measured: Callable[[str], Statistics] = statistics_of) -> str:
+    traces = [measured(name) for name in options.trace]
     if options.json:
         return json.dumps([asdict(trace) for trace in traces], indent=2) + "\n"
     return card(traces, options.tables)
