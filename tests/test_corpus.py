@@ -3,13 +3,15 @@ import importlib
 import re
 from collections import Counter
 from itertools import islice
+from pydoc_data.topics import topics
 
 import pytest
 
+from tracer import corpus
 from tracer.corpus import SPLITS, WORKLOADS, documents, prompts, split_of, summary
 from tracer.problems import OPERATIONS, TEMPLATES, final_answer, problems, worked_solution
 from tracer.schema import TraceError
-from tracer.sources import code_pieces, package_files, plain_paragraphs, read_pieces
+from tracer.sources import code_pieces, library_files, package_files, plain_paragraphs, read_pieces
 from tracer.tokenizer import load_tokenizer, train_tokenizer
 
 STEP = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)\.")
@@ -80,15 +82,14 @@ def test_prompts_are_the_same_every_time_and_never_those_of_training():
 
 @pytest.fixture(scope="module")
 def library():
-    wanted = {"train": 1500, "heldout": 10_000}
+    wanted = {"train": 300, "heldout": 200}
     return {(w, s): list(islice(documents(w, s), n)) for w in ("code", "prose") for s, n in wanted.items()}
 
 
 @pytest.mark.parametrize("workload", ["code", "prose"])
 def test_held_out_files_are_not_trained_on(library, workload):
     train, heldout = library[workload, "train"], library[workload, "heldout"]
-    assert len(train) == 1500
-    assert len(heldout) > 100
+    assert (len(train), len(heldout)) == (300, 200)
     assert {split_of(document.key) for document in train} == {"train"}
     assert {split_of(document.key) for document in heldout} == {"heldout"}
     assert not {document.key for document in train} & {document.key for document in heldout}
@@ -101,8 +102,14 @@ def test_code_parses_and_has_its_head_in_the_prompt(library):
         assert re.match(r"@|async def |def |class ", document.prompt)
 
 
-def test_code_holds_no_tests_and_no_packages(library):
-    assert not [d.key for d in library["code", "train"] if re.search(r"[:/](tests?|site-packages)/", d.key)]
+def test_the_library_is_without_tests_and_packages(library):
+    keys = [file.key for file in library_files()]
+    assert len(keys) > 300
+    assert not [key for key in keys if re.search(r"(^|/)(tests?|site-packages)/", key)]
+    assert {document.key for found in library.values() for document in found if ":" in document.key} <= {
+        *(f"file:{key}" for key in keys),
+        *(f"topic:{name}" for name in topics),
+    }
 
 
 def test_unknown_names_are_refused():
@@ -250,7 +257,7 @@ def test_unknown_packages_are_refused_by_name(package):
 def test_pieces_come_in_the_order_of_the_files_however_many_processes(package):
     files = {f"{number:02}.py": definition("f", number) + definition("g", number) for number in range(40)}
     found = package_files(package(files | {"broken.py": "def f(:\n", "null.py": "\0"}))
-    alone, together = read_pieces(found, 1), read_pieces(found, 3)
+    alone, together = read_pieces(found, 1), read_pieces(found, 2)
     assert alone == together
     assert [pieces.file for pieces in alone] == found
     for pieces in alone[:40]:
@@ -290,13 +297,34 @@ def test_prose_is_what_reads_like_prose():
     assert plain_paragraphs("\n\n".join([plain, *others, plain])) == f"{plain}\n\n{plain}"
 
 
+def thinned(files_of):
+    """Finds one in five of the files of the largest split, and all others."""
+
+    def find(*arguments):
+        by_split = {
+            is_train: [f for f in files_of(*arguments) if is_trained(f) is is_train] for is_train in (True, False)
+        }
+        return sorted(by_split[False] + by_split[True][::5], key=lambda file: file.key)
+
+    return find
+
+
+def is_trained(file):
+    return split_of(f"file:{file.key}") == "train"
+
+
 @pytest.fixture(scope="module")
 def mixed():
-    return {
-        (workload, split): list(documents(workload, split, packages=PACKAGES))
-        for workload in ("code", "prose")
-        for split in SPLITS
-    }
+    corpus._mixed.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("library_files", "package_files"):
+            patch.setattr(corpus, name, thinned(getattr(corpus, name)))
+        yield {
+            (workload, split): list(documents(workload, split, packages=PACKAGES))
+            for workload in ("code", "prose")
+            for split in SPLITS
+        }
+    corpus._mixed.cache_clear()
 
 
 PACKAGES = ("networkx", "hypothesis")
