@@ -64,7 +64,7 @@ def test_targets_hold_with_everything_that_is_assumed_turned_up():
 
 def test_layers_are_alike_unless_told_otherwise():
     spreads = []
-    for heterogeneity in (0, 0.2, 0.4, 0.8):
+    for heterogeneity in (0, 0.2, 0.8):
         by_layer = locality.activated_per_layer(sets_of(small(layer_heterogeneity=heterogeneity)))
         assert by_layer.mean() == pytest.approx(18, rel=0.03)
         spreads.append(by_layer.std())
@@ -75,7 +75,7 @@ def test_layers_are_alike_unless_told_otherwise():
 
 def test_routing_does_not_follow_confidence_unless_told_to():
     correlations = []
-    for coupling in (0, 1, 2, 4):
+    for coupling in (0, 1, 4):
         confidence, kept = [], []
         passes = list(small(confidence_coupling=coupling, num_requests=12))
         for before, now in zip(passes, passes[1:], strict=False):
@@ -91,7 +91,7 @@ def test_routing_does_not_follow_confidence_unless_told_to():
 
 def test_requests_are_alike_unless_told_otherwise():
     floors = []
-    for share in (0, 0.3, 0.6, 1):
+    for share in (0, 0.5, 1):
         sets = sets_of(small(request_share=share))
         floors.append(locality.between_requests(sets).mean_overlap)
         assert locality.across_blocks(sets).mean_overlap == pytest.approx(0.67, abs=0.03)
@@ -129,7 +129,7 @@ def test_metadata_says_what_is_printed_and_what_is_assumed():
 
 
 def test_the_seed_decides_everything():
-    first, again, other = small(), small(), small(seed=1)
+    first, again, other = small(num_requests=2), small(num_requests=2), small(num_requests=2, seed=1)
     assert first.metadata == again.metadata
     for one, two in zip(first, again, strict=True):
         assert np.array_equal(one.expert_ids, two.expert_ids)
@@ -139,12 +139,13 @@ def test_the_seed_decides_everything():
     assert not np.array_equal(next(iter(first)).expert_ids, next(iter(other)).expert_ids)
 
 
-@pytest.mark.parametrize("gate_dtype", ["float32", "float16", "uint8"])
-@pytest.mark.parametrize(("block_length", "activated"), [(1, 4), (4, 12), (16, 33)])
+@pytest.mark.parametrize(
+    ("gate_dtype", "block_length", "activated"), [("float32", 1, 4), ("float16", 4, 12), ("uint8", 16, 33)]
+)
 def test_the_doctor_finds_nothing(tmp_path, gate_dtype, block_length, activated):
     # prompts from 3 to 9 tokens: some are shorter than a block, some end within one
     script = DecodeScript(block_length=block_length, gen_length=32, prompt_length=6, vocab=97)
-    trace = small(script=script, activated=activated, boundary_overlap=0.7, gate_dtype=gate_dtype)
+    trace = small(script=script, activated=activated, boundary_overlap=0.7, gate_dtype=gate_dtype, num_requests=4)
     with TraceWriter(tmp_path / "t.trace", trace.metadata) as writer:
         for item in trace:
             writer.write(item)
