@@ -5,16 +5,19 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import command
 from strategies import metadata_for, random_passes
 
+from experiments.simulate_command import main
 from tracer.store import TraceWriter
 
-COMMAND = [sys.executable, "-m", "experiments.simulate_command", "-m", "trace=small.trace", "shape=llada2.0-mini"]
-GRID = ["policy=lru,full,oled", "cache.slots_per_layer=4,9", "hardware.h2d_bytes_per_s=12e9,50e9"]
+KEYS = ["-m", "trace=small.trace", "shape=llada2.0-mini"]
+COMMAND = [sys.executable, "-m", "experiments.simulate_command", *KEYS]
 
 
 @pytest.fixture(autouse=True)
@@ -26,43 +29,70 @@ def _here(tmp_path, monkeypatch):
             writer.write(item)
 
 
-def test_the_table_does_not_depend_on_the_launcher():
-    for name, launcher in (("alone", "hydra/launcher=basic"), ("beside", "hydra.launcher.n_jobs=2")):
-        done = subprocess.run([*COMMAND, *GRID, launcher, f"output.dir={name}"], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count("\n") == 10  # a short line for each cell
+def test_the_table_depends_on_neither_launcher_nor_order():
+    grid = ["policy=lru,full", "cache.slots_per_layer=4,9", "hardware.h2d_bytes_per_s=12e9,50e9", "output.dir=beside"]
+    beside = subprocess.run([*COMMAND, *grid, "hydra.launcher.n_jobs=2"], capture_output=True, text=True)
+    grid = ["hardware.h2d_bytes_per_s=50e9,12e9", "cache.slots_per_layer=9,4", "policy=full,lru", "output.dir=alone"]
+    alone = command(main, *KEYS, *grid, "hydra/launcher=basic")
+    for code, err in ((beside.returncode, beside.stderr), (alone.code, alone.err)):
+        assert code == 0, err
+        assert err.count("\n") == 6  # a short line for each cell
     assert Path("alone/sweep.parquet").read_bytes() == Path("beside/sweep.parquet").read_bytes()
+
+
+WAITS = """
+import time
+from pathlib import Path
+from policies.plain import PlainPolicy, plan
+
+class Waits(PlainPolicy):
+    def decide(self, step, view):
+        while view.capacity[0] > 4 and not Path({go!r}).exists():
+            time.sleep(0.01)
+        return plan(step, view, [])
+"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_grid_that_is_ended_leaves_no_process_and_goes_on(number):
-    grid = [*COMMAND, "policy=lru", "cache.slots_per_layer=range(1,9)", "seed=range(0,8)", "hydra.launcher.n_jobs=2"]
+    """Its first four cells end at once, and the others when a file is there."""
+    Path("waits.py").write_text(WAITS.format(go=str(Path("go").absolute())))
+    grid = ["policy=custom", "policy.path=waits.py", "cache.slots_per_layer=range(1,9)", "output.dir=grid"]
     with Path("err").open("w") as err:
-        running = subprocess.Popen([*grid, "output.dir=grid"], stderr=err, start_new_session=True)
-        while running.poll() is None and not list(Path("grid").glob("*/cell.json")):
-            time.sleep(0.05)
-        running.send_signal(number)
-        running.send_signal(number)
-        assert running.wait() in (-number, 128 + number)
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
+        line = [*COMMAND, *grid, "hydra.launcher.n_jobs=2"]
+        running = subprocess.Popen(line, stderr=err, start_new_session=True)
         try:
-            os.killpg(running.pid, 0)
-        except ProcessLookupError:
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("processes are left")
+            while running.poll() is None and len(list(Path("grid").glob("*/cell.json"))) < 4:
+                time.sleep(0.05)
+            running.send_signal(number)
+            running.send_signal(number)
+            assert running.wait(60) in (-number, 128 + number)
+            wait_for_the_end_of(running.pid)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
     if number == signal.SIGTERM:
         cells = {path.parent.name for path in Path("grid").glob("*/summary.json")}
         assert {path.name for path in Path("grid").iterdir()} == cells | {"multirun.yaml"}
     first = {path: path.stat().st_mtime_ns for path in Path("grid").glob("*/summary.json")}
-    assert 0 < len(first) < 64
-    done = subprocess.run([*grid, "output.dir=grid"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert len(first) == 4
+    Path("go").touch()
+    done = command(main, *KEYS, *grid, "hydra/launcher=basic")
+    assert done.code == 0, done.err
     assert all(path.stat().st_mtime_ns == when for path, when in first.items())
-    assert len(list(Path("grid").glob("*/summary.json"))) == 64
+    assert len(list(Path("grid").glob("*/summary.json"))) == 8
     assert [path.name for path in Path("grid").iterdir() if path.name.startswith(".")] == []
+
+
+def wait_for_the_end_of(group):
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    pytest.fail("processes are left")
 
 
 KILLS = """
