@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from experiments.check_traces import Case, other_future
 from policies.check import place_of
 from policies.contract import Estimates, Plan, PlanError, Policy, PolicyError, Step, View
-from policies.log import Table
+from policies.log import DECIDED, Table
 from policies.profile import Costs
 from simulator.des import simulate
 from tracer.schema import Pass
@@ -53,7 +53,7 @@ COSTS = Costs(
     transfer_chunk=4,
 )
 ESTIMATES = Estimates(h2d_ns=80, cpu_b0_ns=50, cpu_b1_ns=5)
-_DECIDED = ("capacity", "hits", "transfers", "on_cpu", "retained", "prefetch_layers", "prefetch_experts")
+_DECIDED = ("capacity", *DECIDED)
 
 Build = Callable[[Case], Policy]
 

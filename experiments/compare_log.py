@@ -10,11 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments.compare_runs import Ran
-from experiments.decision_log import DECIDED
 from experiments.errors import ConfigError
 from experiments.files import DECISIONS
 from experiments.log_tables import from_arrow
-from policies.log import LAYER_COLUMNS, LAYER_LISTS, DecisionHash, Table
+from policies.log import DECIDED, LAYER_COLUMNS, LAYER_LISTS, DecisionHash, Table
 
 
 def read_layers(directory: Path, first: int, stop: int) -> Table:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from policies.contract import Context, Policy, PolicyError
-from policies.log import LogChunk, Ragged
+from policies.log import DECIDED, LogChunk, Ragged
 from policies.playback import Decisions, Params, playback
 from tracer.schema import ModelShape
 from tracer.store import TraceReader
@@ -20,9 +20,8 @@ from tracer.store import TraceReader
 SIZED = False  # the log says how many slots there are
 
 _NUMBERS = ("forward", "layer", "capacity")
-_LISTS = ("hits", "transfers", "on_cpu", "retained")
 _PREFETCHES = ("prefetch_layers", "prefetch_experts")  # may be missing, together
-DECIDED = (*_LISTS, *_PREFETCHES)  # lists of a log that say what was decided
+_LISTS = tuple(name for name in DECIDED if name not in _PREFETCHES)
 
 
 @dataclass

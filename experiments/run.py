@@ -28,7 +28,7 @@ from policies.log import LogChunk
 from policies.profile import HardwareProfile, estimates_of
 from simulator import compiled, des
 from simulator.link import Copy
-from simulator.timing import staging_of, time
+from simulator.timing import time
 from tracer.exchange import put_back
 from tracer.schema import ModelShape
 from tracer.store import TraceReader
@@ -194,8 +194,7 @@ def _chunks(
     """The log of a run, of decisions that another run made where they are kept."""
     costs, traced = setting.costs, setting.traced
     if setting.given.engine == "compiled" and not policy.prefetches and on_copy is None:
-        staging = staging_of(costs, setting.staging_slots)
-        return time(kept.decisions(setting, policy, slots), costs, staging)
+        return time(kept.decisions(setting, policy, slots), costs, setting.staging_slots)
     passes = kept.passes(setting.reader, policy.reads_signals and setting.reader.has_signals)
     return _ENGINES[setting.given.engine](
         *(passes, policy, traced, slots, costs, estimates_of(costs)),

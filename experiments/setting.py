@@ -12,7 +12,7 @@ from experiments.identity import asked, identity
 from experiments.policy import OwnPolicy, name_of
 from experiments.profiles import find_profile, find_shape, profile_hash
 from policies.contract import Context, Policy, PolicyError
-from policies.profile import Costs, HardwareProfile, ProfileError
+from policies.profile import Costs, HardwareProfile, ProfileError, staging_of
 from tracer.files import metadata_hash
 from tracer.schema import ModelShape, TraceError
 from tracer.store import TraceReader
@@ -126,7 +126,7 @@ def setting_of(
     _check_warmup(given.warmup_requests, reader)
     costs = profile.costs(charged, charged.expert_bytes(given.expert_dtype), name_of(policy))
     context, calibration = kept.context(reader, given.warmup_requests, given.calibration, given.seed)
-    staging = 2 * costs.transfer_chunk if given.staging_slots is None else given.staging_slots
+    staging = staging_of(costs.transfer_chunk, given.staging_slots)
     if staging > (most := max(2 * costs.transfer_chunk, traced.num_layers * traced.num_experts)):
         raise ProfileError(f"staging_slots is {staging}, must be at most {most}, all experts of this trace")
     return Setting(given, policy, reader, profile, shape, charged, costs, context, calibration, staging)

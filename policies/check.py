@@ -30,6 +30,8 @@ PREFETCH_TWICE = 12
 PRIORITY_NAN = 13
 DELAY_NEGATIVE = 14
 
+LACKS_SCORE = "its state needs a score, [L, E], to rank residents by"
+
 
 @jit
 def find_violation(plan, step, view):
@@ -139,6 +141,12 @@ def check_plan(plan: Plan, step: Step, view: View) -> None:
     code, which = find_violation(plan, step, view)
     if code != FINE:
         raise PlanError(f"{where}: {_explain(code, which, plan, step, view)}")
+
+
+def check_ranked(policy: Policy, plan: Plan, has_score: bool) -> None:
+    """Refuse prefetches of a policy whose state has no score: the residents that make room for them are ranked by it."""
+    if len(plan.prefetches) and not has_score:
+        raise PolicyError(f"{policy.name} prefetches, so {LACKS_SCORE}")
 
 
 def _check_types(plan: Plan, where: str, view: View) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.log_loops import decision_words
+from tracer.schema import Pass
 
 # Prefetches, each counted in the execution during which the event happened
 PREFETCH_COUNTS = (
@@ -74,6 +75,9 @@ FORWARD_LISTS: dict[str, type] = {
     "iterations": np.int32,
     "accepted": np.int32,  # masked positions that were decoded
 }
+
+
+DECIDED = ("hits", "transfers", "on_cpu", "retained", "prefetch_layers", "prefetch_experts")  # lists
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +151,65 @@ def layer_builder() -> TableBuilder:
 def forward_builder() -> TableBuilder:
     """An empty builder of forward rows."""
     return TableBuilder(FORWARD_COLUMNS, FORWARD_LISTS)
+
+
+def pass_columns(number: int, pass_: Pass) -> dict[str, Any]:
+    """What all layer executions of a pass share; `number` is its index in the run, from 0."""
+    return {
+        "forward": number,
+        "pass_id": pass_.pass_id,
+        "request": int(pass_.requests.min()),
+        "kind": int(pass_.kind),
+        "num_tokens": int(pass_.num_tokens.sum()),
+        "kv_len": int(pass_.kv_lens.sum()),
+    }
+
+
+def decided_columns(
+    load: NDArray[np.int64],
+    hits: NDArray[np.int64],
+    transfers: NDArray[np.int64],
+    on_cpu: NDArray[np.int64],
+    retained: NDArray[np.int64],
+    prefetches: NDArray[np.int64],
+) -> dict[str, Any]:
+    """What a layer execution was decided to be.
+
+    Args:
+        load: [E] of the layer.
+        hits: experts, ascending.
+        transfers: in the order of the log.
+        on_cpu: ascending.
+        retained: ascending numbers within the pool.
+        prefetches: [P, 2] of the plan, which may use its arrays again.
+    """
+    return {
+        "num_activated": len(hits) + len(transfers) + len(on_cpu),
+        "hit_tokens": int(load[hits].sum()),
+        "hits": hits,
+        "transfers": transfers,
+        "transfer_loads": load[transfers],
+        "on_cpu": on_cpu,
+        "cpu_loads": load[on_cpu],
+        "retained": retained,
+        "prefetch_layers": prefetches[:, 0].copy(),
+        "prefetch_experts": prefetches[:, 1].copy(),
+    }
+
+
+def forward_row(number: int, pass_: Pass, start_ns: int, end_ns: int) -> dict[str, Any]:
+    """The row of a forward pass."""
+    return {
+        "forward": number,
+        "pass_id": pass_.pass_id,
+        "kind": int(pass_.kind),
+        "start_ns": start_ns,
+        "end_ns": end_ns,
+        "requests": pass_.requests,
+        "blocks": pass_.blocks,
+        "iterations": pass_.iterations,
+        "accepted": pass_.num_accepted,
+    }
 
 
 class DecisionHash:

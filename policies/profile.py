@@ -29,6 +29,18 @@ class ProfileError(ValueError):
     """A hardware profile is incomplete, impossible, or says nothing of the asked shape."""
 
 
+def staging_of(transfer_chunk: int, staging_slots: int | None) -> int:
+    """Slots beyond the cache for transfers; None is twice the transfer chunk.
+
+    Raises:
+        ProfileError: fewer than a chunk of transfers has.
+    """
+    staging = 2 * transfer_chunk if staging_slots is None else staging_slots
+    if staging < transfer_chunk:
+        raise ProfileError(f"staging_slots is {staging}, must be at least {transfer_chunk}, one chunk of transfers")
+    return staging
+
+
 class Costs(NamedTuple):
     """Everything an engine charges, for one profile, shape, expert size and policy. Times in ns."""
 

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from policies.check import check_ranked
 from policies.contract import Estimates, Plan, Policy, PolicyError, Step
 from policies.log import LogChunk
-from policies.profile import ProfileError
+from policies.profile import ProfileError, staging_of
 from policies.residents import Residents
 from policies.steps import Forward, end_of, step_at
 from replay.asking import Asking
@@ -74,10 +75,7 @@ class Run:
         num_forwards: int = 1,
     ) -> None:
         layout, device = machine.layout, machine.device
-        if staging < layout.transfer_chunk:
-            raise ProfileError(
-                f"staging_slots is {staging}, must be at least {layout.transfer_chunk}, one chunk of transfers"
-            )
+        staging = staging_of(layout.transfer_chunk, staging)
         check_policy(policy)
         self._machine, self._device, self._policy = machine, device, policy
         self._residents = Residents(policy, shape, slots, estimates)
@@ -237,10 +235,7 @@ class Run:
 
     def _decide(self, step: Step, free_slots: int) -> Plan:
         plan = self._asking.decide(step, free_slots)
-        if len(plan.prefetches) and not self._has_score:
-            raise PolicyError(
-                f"{self._policy.name} prefetches, so its state needs a score, [L, E], to rank residents by"
-            )
+        check_ranked(self._policy, plan, self._has_score)
         return plan
 
     def _let_go(self) -> None:

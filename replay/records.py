@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.contract import Step
-from policies.log import PREFETCH_COUNTS, LogChunk, forward_builder, layer_builder
+from policies.log import (
+    PREFETCH_COUNTS,
+    LogChunk,
+    decided_columns,
+    forward_builder,
+    forward_row,
+    layer_builder,
+    pass_columns,
+)
 from replay.core_state import COPY_BEGIN, COPY_END, NUM_COPIES, Arrays
 from tracer.schema import Pass
 
@@ -71,14 +79,7 @@ def log_of(
     layers, rows, index = layer_builder(), forward_builder(), 0
     for forward, forward_end in zip(forwards, ends, strict=True):
         pass_ = forward.pass_
-        about = {
-            "forward": forward.number,
-            "pass_id": pass_.pass_id,
-            "request": int(pass_.requests.min()),
-            "kind": int(pass_.kind),
-            "num_tokens": int(pass_.num_tokens.sum()),
-            "kv_len": int(pass_.kv_lens.sum()),
-        }
+        about = pass_columns(forward.number, pass_)
         for record in forward.layers:
             times = {
                 "start_ns": starts[index],
@@ -87,19 +88,7 @@ def log_of(
             }
             layers.append(about | _row(record, times_ns, spans) | times)
             index += 1
-        rows.append(
-            {
-                "forward": forward.number,
-                "pass_id": pass_.pass_id,
-                "kind": int(pass_.kind),
-                "start_ns": times_ns[forward.begin],
-                "end_ns": times_ns[forward_end],
-                "requests": pass_.requests,
-                "blocks": pass_.blocks,
-                "iterations": pass_.iterations,
-                "accepted": pass_.num_accepted,
-            }
-        )
+        rows.append(forward_row(forward.number, pass_, int(times_ns[forward.begin]), int(times_ns[forward_end])))
         if len(rows) == _CHUNK_FORWARDS:
             yield LogChunk(layers.build(), rows.build())
     if len(rows):
@@ -111,27 +100,18 @@ def _row(record: LayerRecord, times_ns: NDArray[np.int64], spans: NDArray[np.int
     load, plan_ns = record.step.load, int(times_ns[record.plan])
     promoted = [] if record.promoted_copy < 0 else [record.promoted_copy]
     copies = [*promoted, *range(record.first_copy, record.first_copy + len(record.transfers) - len(promoted))]
-    return {
+    decided = decided_columns(load, record.hits, record.transfers, record.on_cpu, record.retained, record.prefetches)
+    return decided | {
         "layer": record.step.layer,
         "capacity": record.capacity,
         "num_resident": record.num_resident,
-        "num_activated": len(record.hits) + len(record.transfers) + len(record.on_cpu),
-        "hit_tokens": int(load[record.hits].sum()),
         "num_promoted": len(promoted),
         "plan_ns": plan_ns,
         "hits_end_ns": plan_ns if record.hits_end < 0 else int(times_ns[record.hits_end]),
         "cpu_end_ns": plan_ns + record.cpu_ns,
         "end_ns": int(times_ns[record.end]),
-        "hits": record.hits,
-        "transfers": record.transfers,
-        "transfer_loads": load[record.transfers],
         "transfer_start_ns": spans[copies, 0],
         "transfer_end_ns": spans[copies, 1],
-        "on_cpu": record.on_cpu,
-        "cpu_loads": load[record.on_cpu],
-        "retained": record.retained,
-        "prefetch_layers": record.prefetches[:, 0],
-        "prefetch_experts": record.prefetches[:, 1],
     }
 
 

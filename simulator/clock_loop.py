@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 from numba import typeof
 
+from policies.check import LACKS_SCORE
 from policies.contract import Estimates, Policy
 from policies.log import PREFETCH_COUNTS, LogChunk
 from policies.profile import Costs
@@ -117,7 +118,7 @@ class _Run:
         self._loop = PolicyLoop(
             *(run_forward, (*pointers, spending, running), policy, residents, shape),
             *(self._works, rows, costs, (0, 0), self._now_ns),
-            lacks="its state needs a score, [L, E], to rank residents by",
+            lacks=LACKS_SCORE,
         )
 
     def log(self, passes: Iterable[Pass], chunk_forwards: int) -> Iterator[LogChunk]:

@@ -8,12 +8,12 @@ import numpy as np
 
 from policies.contract import Estimates, Policy
 from policies.log import LogChunk
-from policies.profile import Costs
+from policies.profile import Costs, staging_of
 from simulator import clock_loop, des
 from simulator.drive import drive
 from simulator.link import Copy
 from simulator.pointers import is_compiled
-from simulator.timing import staging_of, time
+from simulator.timing import time
 from tracer.schema import ModelShape, Pass
 
 
@@ -54,7 +54,7 @@ def simulate(
             score to rank residents by.
         TraceError: a pass is not of this shape.
     """
-    staging = staging_of(costs, staging_slots)
+    staging = staging_of(costs.transfer_chunk, staging_slots)
     if policy.prefetches:
         run = clock_loop.simulate if is_compiled(policy.decide) else des.simulate
         return run(

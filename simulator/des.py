@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.contract import Estimates, Plan, Policy, PolicyError, Step
-from policies.log import LogChunk, forward_builder, layer_builder
-from policies.profile import Costs, ProfileError, cpu_batch_ns, kernel_ns, layer_ns
+from policies.check import check_ranked
+from policies.contract import Estimates, Plan, Policy, Step
+from policies.log import LogChunk, decided_columns, forward_builder, forward_row, layer_builder, pass_columns
+from policies.profile import Costs, cpu_batch_ns, kernel_ns, layer_ns, staging_of
 from policies.residents import Residents
 from policies.steps import Forward, end_of, read_all, step_at
 from simulator.clock import Clock, Moment, Stage
@@ -57,11 +58,7 @@ def simulate(
             score to rank residents by.
         TraceError: a pass is not of this shape.
     """
-    staging = 2 * costs.transfer_chunk if staging_slots is None else staging_slots
-    if staging < costs.transfer_chunk:
-        raise ProfileError(
-            f"staging_slots is {staging}, must be at least {costs.transfer_chunk}, one chunk of transfers"
-        )
+    staging = staging_of(costs.transfer_chunk, staging_slots)
     return _Run(policy, shape, slots, costs, estimates, staging, on_copy).log(passes, chunk_forwards)
 
 
@@ -116,35 +113,15 @@ class _Run:
 
     def _run_forward(self, pass_: Pass, forward: Forward) -> None:
         start_ns = self._clock.now_ns
-        num_tokens, kv_len = int(pass_.num_tokens.sum()), int(pass_.kv_lens.sum())
-        shared = {
-            "forward": forward.number,
-            "pass_id": pass_.pass_id,
-            "request": int(pass_.requests.min()),
-            "kind": forward.kind,
-            "num_tokens": num_tokens,
-            "kv_len": kv_len,
-        }
-        gate_ns = layer_ns(self._costs, num_tokens, kv_len) + self._costs.gate_sync_ns
+        shared = pass_columns(forward.number, pass_)
+        gate_ns = layer_ns(self._costs, shared["num_tokens"], shared["kv_len"]) + self._costs.gate_sync_ns
         for layer in range(self._shape.num_layers):
             row: dict[str, Any] = shared | {"layer": layer}
             self._layers.append(row)
             self._run_layer(step_at(forward, layer), gate_ns, row)
         self._wait(Stage.LAYER, self._costs.tail_ns)
         self._slots.boundary(end_of(forward))
-        self._forwards.append(
-            {
-                "forward": forward.number,
-                "pass_id": pass_.pass_id,
-                "kind": forward.kind,
-                "start_ns": start_ns,
-                "end_ns": self._clock.now_ns,
-                "requests": pass_.requests,
-                "blocks": pass_.blocks,
-                "iterations": pass_.iterations,
-                "accepted": pass_.num_accepted,
-            }
-        )
+        self._forwards.append(forward_row(forward.number, pass_, start_ns, self._clock.now_ns))
 
     def _run_layer(self, step: Step, gate_ns: int, row: dict[str, Any]) -> None:
         row["start_ns"] = self._clock.now_ns
@@ -178,31 +155,22 @@ class _Run:
             promoted = None
         late = {promoted.expert} if promoted else set()
         hits = np.flatnonzero(slots.activate(activated))
-        hit_tokens = int(step.load[hits].sum())
         missed = set(np.flatnonzero(activated & ~residents.resident[layer]).tolist())
         demands = [Copy(layer, expert, is_prefetch=False) for expert in plan.transfers.tolist() if expert not in late]
         transfers = [promoted, *demands] if promoted else demands
         size = self._costs.transfer_chunk
         chunks = [Chunk(transfers[first : first + size]) for first in range(0, len(transfers), size)]
-        experts, on_cpu = [copy.expert for copy in transfers], np.sort(plan.on_cpu)
+        experts = np.array([copy.expert for copy in transfers], np.int64)
+        retained = np.flatnonzero(plan.retained)
         row.update(
+            decided_columns(step.load, hits, experts, np.sort(plan.on_cpu), retained, plan.prefetches),
             capacity=residents.capacity_of(layer),
             num_resident=num_resident,
-            num_activated=len(hits) + len(missed),
             num_promoted=len(late),
             prefetch_late=len(late),
             prefetch_unserved=len(dropped & missed - late),
-            hits=hits,
-            hit_tokens=hit_tokens,
-            transfers=experts,
-            transfer_loads=step.load[experts],
-            on_cpu=on_cpu,
-            cpu_loads=step.load[on_cpu],
-            retained=np.flatnonzero(plan.retained),
-            prefetch_layers=plan.prefetches[:, 0].copy(),
-            prefetch_experts=plan.prefetches[:, 1].copy(),
         )
-        return _Reading(step, plan, at_gate, hits, hit_tokens, demands, chunks)
+        return _Reading(step, plan, at_gate, hits, row["hit_tokens"], demands, chunks)
 
     def _act(self, reading: _Reading, row: dict[str, Any]) -> Moment:
         """Put the plan into effect; returns when the CPU's results are back."""
@@ -241,10 +209,7 @@ class _Run:
 
     def _decide(self, step: Step) -> Plan:
         plan = self._residents.decide(step)
-        if len(plan.prefetches) and self._score is None:
-            raise PolicyError(
-                f"{self._policy.name} prefetches, so its state needs a score, [L, E], to rank residents by"
-            )
+        check_ranked(self._policy, plan, self._score is not None)
         return plan
 
     def _wait(self, stage: Stage, delay_ns: int) -> None:

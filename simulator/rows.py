@@ -18,7 +18,7 @@ from tracer.schema import ModelShape, Pass
 NUMBERS = ("capacity", "num_resident", "num_activated", "hit_tokens", "num_promoted", "num_staying", "num_freed")
 CAPACITY, NUM_RESIDENT, NUM_ACTIVATED, HIT_TOKENS, NUM_PROMOTED, NUM_STAYING, NUM_FREED = range(len(NUMBERS))
 # Rows of Rows.times
-TIMES = ("start_ns", "plan_ns", "hits_end_ns", "cpu_end_ns", "end_ns", "link_busy_ns")
+TIMES = tuple(name for name in LAYER_COLUMNS if name.endswith("_ns"))
 START, PLAN, HITS_END, CPU_END, END, LINK_BUSY = range(len(TIMES))
 # Rows of Rows.offsets, and the columns that each is of
 COLUMNS_OF_LISTS = (

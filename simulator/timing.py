@@ -8,23 +8,9 @@ import numpy as np
 
 from policies.jit import jit
 from policies.log import PREFETCH_COUNTS, LogChunk
-from policies.profile import Costs, ProfileError, copy_ns, cpu_batch_ns, kernel_ns, layer_ns
+from policies.profile import Costs, copy_ns, cpu_batch_ns, kernel_ns, layer_ns
 from simulator.drive import Decisions
 from simulator.rows import CPU_END, END, HITS_END, LINK_BUSY, PLAN, START, TIMES, timed
-
-
-def staging_of(costs: Costs, staging_slots: int | None) -> int:
-    """Slots beyond the cache for transfers; None is twice the transfer chunk.
-
-    Raises:
-        ProfileError: fewer than a chunk of transfers has.
-    """
-    staging = 2 * costs.transfer_chunk if staging_slots is None else staging_slots
-    if staging < costs.transfer_chunk:
-        raise ProfileError(
-            f"staging_slots is {staging}, must be at least {costs.transfer_chunk}, one chunk of transfers"
-        )
-    return staging
 
 
 def time(decisions: Iterable[Decisions], costs: Costs, staging: int) -> Iterator[LogChunk]:
