@@ -283,7 +283,7 @@ def test_a_prefetching_one_prefetches():
     assert policy.prefetches
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(traces(max_experts=10, max_requests=2, max_block=4), st.integers(1, 10), st.sampled_from(["layer", "global"]))
 def test_what_keep_best_and_plan_make_keeps_to_the_laws(trace, capacity, pool):
     class Pooled(Ahead):
