@@ -261,7 +261,7 @@ def test_a_run_records_scores_and_packs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(record_proxy, "heldout_loss", lambda *settings: 1.5)
     monkeypatch.setattr(record_proxy, "text_summary", lambda *settings: {"workload": settings[3]})
     out, packed = trained(tmp_path / "out"), tmp_path / "packed"
-    arguments = ["--config", "proxy-tiny", "--record-minutes", "2", "--workers", "1", "--device", "cpu"]
+    arguments = ["--config", "proxy-tiny", "--record-minutes", "20", "--workers", "1", "--device", "cpu"]
     assert record_proxy.main([*arguments, "--out", str(out), "--pack", str(packed)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["not_done"] == {}
@@ -300,6 +300,8 @@ def test_workers_die_with_the_script(tmp_path, signal_name):
     lines = (
         "from tracer import record_jobs, record_proxy",
         "record_jobs.NUM_EVALUATED = record_jobs.NUM_TOKENS = 1",
+        "record_proxy.NUM_CANDIDATES, record_proxy.NUM_CALIBRATION = 2, 20",
+        "record_proxy.Recording._score = lambda *_: None",
         "record_proxy.script()",
     )
     command = [sys.executable, "-c", "\n".join(lines), *arguments, "--out", str(out)]
