@@ -104,12 +104,13 @@ def test_a_replay_writes_what_a_simulation_writes_and_decides_the_same(trace: Pa
     assert max(map(len, done.out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("policy", ["lru", "ktransformers"])
+@pytest.mark.parametrize("policy", ["lru", "oled"])
 def test_open_mode_executes_what_the_simulator_decides(trace: Path, policy: str) -> None:
-    assert run(trace, f"policy={policy}", "warmup_requests=2", "mode=open", "h2d_bytes_factor=2").code == 0
+    keys = f"policy={policy}", "warmup_requests=2", "h2d_bytes_factor=2"
+    assert run(trace, *keys, "mode=open").code == 0
     opened, _ = results()
     assert (opened["mode"], opened["policy"], opened["h2d_bytes_factor"]) == ("open", policy, 2)
-    assert run(trace, f"policy={policy}", "warmup_requests=2", "output.overwrite=true").code == 0
+    assert run(trace, *keys, "output.overwrite=true").code == 0
     assert results()[0]["decision_hash"] == opened["decision_hash"]
 
 
@@ -225,7 +226,6 @@ def test_what_conditions_are_not_is_said(changes: dict, message: str) -> None:
     ("arguments", "message"),
     [
         (["forwards=0"], "forwards is 0, must be 1 or more, or null for all"),
-        (["forwards=99999999999999999999"], "must be at most 9223372036854775807, or null for all"),
         (["allow_pageable=3"], "allow_pageable is 3, must be true or false"),
         (["distinct_experts=100"], "100 distinct experts: must be 1 to 48, those of all layers"),
         (["forwards=1", "warmup_requests=2"], "all of them warm-up (warmup_requests=2): must be more"),
@@ -347,7 +347,7 @@ def test_an_interrupt_in_the_middle_leaves_nothing(trace: Path, monkeypatch: pyt
         return decide(self, *arguments)
 
     monkeypatch.setattr(Asking, "decide", interrupted)
-    done = run(trace, "policy=ktransformers", "warmup_requests=2")
+    done = run(trace, "policy=oled", "warmup_requests=2")
     assert (done.code, done.err) == (130, "oled-replay: interrupted\n")
     assert list(Path().iterdir()) == []
     assert not {"copies", "cpu-experts"} & {thread.name for thread in threading.enumerate()}
