@@ -113,7 +113,10 @@ def test_policies_run_on_forwards_that_comparisons_do_not_reach():
         (["x.yaml", "--pool-mib", "0"], "--pool-mib 0: must be at least 1"),
         (["x.yaml", "--forwards", "3"], "--forwards 3: must be more than 3, which are not counted"),
         (["x.yaml", "--policy", "ideal_min"], "ideal_min is a bound, which no hardware runs"),
-        (["x.yaml", "--device", "cpu", "--quick", "--workers", "9999"], "9999 CPU workers: must be from 1 to"),
+        (
+            ["x.yaml", "--device", "cpu", "--quick", "--policy", "lru", "--workers", "9999"],
+            "9999 CPU workers: must be from 1 to",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(arguments, message, tmp_path, monkeypatch, capsys, tiny):
