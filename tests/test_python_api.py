@@ -14,7 +14,6 @@ from experiments import simulate, sweep
 from experiments.errors import ConfigError
 from experiments.grid import batches, cells
 from experiments.profiles import load_profile
-from tracer.shipped import find_trace
 from tracer.store import TraceWriter
 
 
@@ -54,8 +53,8 @@ def test_a_table_has_the_summary_of_each_run():
 
 
 def test_neither_processes_nor_order_change_the_table():
-    first = sweep("small.trace", ["lru", "oled", "full"], [4, 9], seed=[1, 2], jobs=2)
-    again = sweep("small.trace", ["full", "oled", "lru"], [9, 4], seed=[2, 1], jobs=1)
+    first = sweep("small.trace", ["lru", "ondemand", "full"], [4, 9], seed=[1, 2], jobs=2)
+    again = sweep("small.trace", ["full", "ondemand", "lru"], [9, 4], seed=[2, 1], jobs=1)
     assert first.equals(again)
     assert list(Path().iterdir()) == [Path("small.trace")]
 
@@ -111,9 +110,10 @@ def test_cells_of_a_group_stand_together_and_the_profile_varies_fastest():
 
 
 def test_relative_paths_are_of_where_each_grid_is_started(tmp_path, monkeypatch):
+    small = tmp_path / "small.trace"
     for name in ("first", "second"):
         there = tmp_path / name
-        shutil.copytree(find_trace("proxy-tiny"), there / f"{name}.trace")
+        shutil.copytree(small, there / f"{name}.trace")
         monkeypatch.chdir(there)
         table = sweep(f"{name}.trace", ["lru", "full"], 8, jobs=2, shape="llada2.0-mini", output="out")
         assert table["trace"].to_list() == [name, name]
