@@ -13,21 +13,17 @@ from experiments.run import simulate
 from experiments.simulate_command import main
 from policies.contract import PlanError, PolicyError
 
-# every kind of policy that does not prefetch and places nothing
+# what logs without prefetches and placements differ in: no cache, copies, the CPU, moving slots, a global pool
 VARIANTS = [
     ("full", {}),
     ("ondemand", {}),
     ("lru", {}),
     ("lru", {"misses": "oled"}),
-    ("prev_set", {}),
     ("oled", {"resize_every": 2}),
     ("oled", {"conf_mode": "end_iter", "resize_every": 2}),
     ("oled", {"resize": "lazy", "resize_every": 1}),
     ("lfu", {"pool": "global"}),
-    ("ideal_min", {}),
     ("ideal_min_global", {}),
-    ("ktransformers", {}),
-    ("fiddler", {}),
 ]
 NEEDED = ["forward", "layer", "capacity", "hits", "transfers", "on_cpu", "retained"]
 KEPT = ("tpot_ms", "hit_ratio", "token_hit_ratio", "h2d_bytes", "exposed_stall_ms", "decision_hash", "pool")

@@ -12,7 +12,7 @@ from experiments.profiles import load_profile
 from experiments.run import DEFAULTS, NOTHING_KEPT, run
 from tracer.store import TraceWriter
 
-POLICIES = ("lru", "lfu", "prev_set", "oled", "ktransformers", "fiddler", "moe_infinity", "ideal_min")
+POLICIES = ("lru", "oled", "moe_infinity", "ideal_min")
 MACHINES = [replace(load_profile("rtx5090"), h2d_bytes_per_s=rate) for rate in (12e9, 25e9, 50e9)]
 
 
