@@ -47,10 +47,33 @@ def runs(tmp_path, monkeypatch):
     return made
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The directory of a grid of `lru` on 2, 4 and 8 slots."""
+    path = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        write_trace(Path("small.trace"))
+        sweep("policy=lru", "cache.slots_per_layer=2,4,8")
+    return path / "grid"
+
+
+@pytest.fixture
+def grid(finished, runs):
+    """A copy of it in the working directory."""
+    return Path(shutil.copytree(finished, "grid"))
+
+
 def sweep(*arguments, trace="small.trace", code=0):
     finished = command(main, "-m", f"trace={trace}", "output.dir=grid", "hydra/launcher=basic", *arguments)
     assert finished.code == code, finished.err
     return finished
+
+
+def cell_of(grid, slots):
+    """The directory of the cell of `lru` on so many slots."""
+    (path,) = (p.parent for p in grid.glob("*/summary.json") if json.loads(p.read_text())["slots_per_layer"] == slots)
+    return path
 
 
 def table():
@@ -70,41 +93,23 @@ def test_a_grid_is_one_table(runs):
         assert {path.name for path in cell.iterdir()} == {*ALWAYS, "cell.json"}
 
 
-def test_order_of_the_grid_does_not_matter():
-    sweep("policy=lru,full", "cache.slots_per_layer=8,4", "seed=1,2")
-    first = table()
-    shutil.rmtree("grid")
-    sweep("seed=2,1", "cache.slots_per_layer=4,8", "policy=full,lru")
-    assert table().equals(first)
-
-
-def test_a_sweep_that_was_killed_goes_on(runs):
-    grid = ["policy=lru", "cache.slots_per_layer=2,4,8"]
-    sweep(*grid)
+def test_a_sweep_that_was_killed_goes_on(grid, runs):
     whole = table()
-    done = sorted(Path("grid").glob("lru-*"))
+    done = sorted(grid.glob("lru-*"))
     shutil.rmtree(done[0])
     (done[1] / "result.parquet").unlink()
     shutil.copytree(done[2], f"grid/.{done[2].name}.partial-0123abcd")
-    runs.clear()
-    sweep(*grid)
+    sweep("policy=lru", "cache.slots_per_layer=2,4,8")
     assert len(runs) == 2
     assert table().equals(whole)
 
 
-def test_another_trace_of_the_same_name_is_run_anew(runs):
-    sweep("policy=lru", "cache.slots_per_layer=4")
-    write_trace(Path("small.trace"), seed=4)
-    sweep("policy=lru", "cache.slots_per_layer=4")
-    assert runs == [("lru", 4)] * 2
-
-
-def test_a_row_of_a_trace_that_was_replaced_goes_and_rows_of_old_grids_say_what_they_are():
-    sweep("policy=lru", "cache.slots_per_layer=4,8")
+def test_another_trace_of_the_same_name_is_run_anew_and_rows_of_old_grids_say_what_they_are(grid, runs):
     write_trace(Path("small.trace"), seed=4)
     finished = sweep("policy=lru", "cache.slots_per_layer=4")
+    assert runs == [("lru", 4)]
     rows = table()
-    assert sorted(rows["slots_per_layer"]) == [4, 8]
+    assert sorted(rows["slots_per_layer"]) == [2, 4, 8]
     assert rows["trace_hash"].n_unique() == 2
     for digest in rows["trace_hash"]:
         assert f"content {digest[:8]}" in finished.out
@@ -117,16 +122,6 @@ def test_traces_of_one_file_name_are_told_apart():
     assert sorted(caption.split("trace content ")[1][:8] for caption in captions) == sorted(
         digest[:8] for digest in table()["trace_hash"]
     )
-
-
-def test_profiles_of_one_name_are_told_apart():
-    text = (Path(experiments.simulate_command.__file__).parent.parent / "conf/hardware/rtx5090.yaml").read_text()
-    text = text.replace("name: rtx5090", "name: mine")
-    Path("a.yaml").write_text(text)
-    Path("b.yaml").write_text(text.replace("gate_sync_ns: 15000", "gate_sync_ns: 16000"))
-    sweep("policy=lru", "cache.slots_per_layer=4", "hardware.path=a.yaml")
-    finished = sweep("policy=lru", "cache.slots_per_layer=4", "hardware.path=b.yaml")
-    assert " ".join(finished.out.split()).count("profile content ") == 2
 
 
 def test_the_table_holds_this_grid_and_runs_that_lie_beside_it_whole(runs):
@@ -148,12 +143,11 @@ def test_the_table_holds_this_grid_and_runs_that_lie_beside_it_whole(runs):
     assert rows["run"].to_list()[1:] == ["mine", "far/away", "python"]
 
 
-def test_runs_of_other_code_are_left_out_and_counted():
-    sweep("policy=lru", "cache.slots_per_layer=4")
-    (manifest,) = Path("grid").rglob("manifest.json")
+def test_runs_of_other_code_are_left_out_and_counted(grid):
+    manifest = cell_of(grid, 4) / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"sources": "', '"sources": "0'))
     finished = sweep("policy=lru", "cache.slots_per_layer=8")
-    assert table()["slots_per_layer"].to_list() == [8]
+    assert table()["slots_per_layer"].to_list() == [2, 8]
     assert "grid: left out of the table, as made by other code than this: 1\n" in finished.err
 
 
@@ -186,20 +180,23 @@ def test_a_trace_that_is_replaced_between_cells_is_read_anew(runs, monkeypatch):
     assert table()["trace_hash"].n_unique() == 1
 
 
-def test_other_code_or_another_profile_is_run_anew(runs, monkeypatch):
-    profile = Path("mine.yaml")
+def test_other_code_or_another_profile_is_run_anew_and_profiles_of_one_name_are_told_apart(runs, monkeypatch):
     text = (Path(experiments.simulate_command.__file__).parent.parent / "conf/hardware/rtx5090.yaml").read_text()
-    profile.write_text(text)
-    grid = ["policy=lru", "cache.slots_per_layer=4", "hardware.path=mine.yaml"]
-    sweep(*grid)
-    sweep(*grid)
-    assert len(runs) == 1
-    profile.write_text(text.replace("gate_sync_ns: 15000", "gate_sync_ns: 16000"))
-    sweep(*grid)
+    text = text.replace("name: rtx5090", "name: mine")
+    assert "gate_sync_ns: 15000" in text
+    Path("mine.yaml").write_text(text)
+    Path("other.yaml").write_text(text.replace("gate_sync_ns: 15000", "gate_sync_ns: 16000"))
+    grid = ["policy=lru", "cache.slots_per_layer=4"]
+    sweep(*grid, "hardware.path=mine.yaml")
+    finished = sweep(*grid, "hardware.path=other.yaml")
     assert len(runs) == 2
-    monkeypatch.setattr("experiments.identity.sources", lambda: "other")
-    sweep(*grid)
+    assert " ".join(finished.out.split()).count("profile content ") == 2
+    Path("other.yaml").write_text(text.replace("gate_sync_ns: 15000", "gate_sync_ns: 17000"))
+    sweep(*grid, "hardware.path=mine.yaml,other.yaml")
     assert len(runs) == 3
+    monkeypatch.setattr("experiments.identity.sources", lambda: "other")
+    sweep(*grid, "hardware.path=mine.yaml")
+    assert len(runs) == 4
 
 
 def test_a_failed_cell_is_listed_and_kept_out_of_the_table():
@@ -240,15 +237,11 @@ def test_whatever_is_swept_has_a_column():
     assert sum("hardware.h2d_bytes_per_s 5e+10" in caption for caption in captions) == 4
 
 
-def test_cells_are_named_by_values_as_people_write_them():
-    grid = ["policy=lru", "cache.slots_per_layer=4"]
+def test_cells_are_named_by_values_as_people_write_them_and_knobs_told_apart_by_their_variant():
+    grid = ["policy=lru", "cache.slots_per_layer=4", "policy.lru_order=id,gate,hits_first"]
     finished = sweep(*grid, "hardware.h2d_bytes_per_s=12.5e9,25000000000.0")
-    assert [line.rpartition("=")[2] for line in finished.err.splitlines()] == ["12.5e9", "25e9"]
-    assert sorted(table()["hardware.h2d_bytes_per_s"]) == [12.5e9, 25e9]
-
-
-def test_knobs_are_told_apart_by_their_variant():
-    finished = sweep("policy=lru", "cache.slots_per_layer=4", "policy.lru_order=id,gate,hits_first")
+    assert [line.rpartition("=")[2] for line in finished.err.splitlines()] == ["12.5e9", "25e9"] * 3
+    assert sorted(table()["hardware.h2d_bytes_per_s"]) == [12.5e9] * 3 + [25e9] * 3
     assert set(table()["variant"]) == {"", "lru_order=id", "lru_order=gate"}
     assert "[1] lru_order=" in finished.out
     assert "policy.lru_order" not in table().columns
@@ -316,21 +309,19 @@ def test_the_caption_says_where_numbers_come_from(change, words):
     assert words in " ".join(format_table(table_of([ROW | change])).split())
 
 
-def test_a_table_that_cannot_be_written_leaves_nothing(monkeypatch):
+def test_a_table_that_cannot_be_written_leaves_nothing(grid, monkeypatch):
     def refuse(path, target):
         raise OSError(28, "No space left on device", str(path))
 
-    sweep("policy=lru", "cache.slots_per_layer=4")
-    shutil.move("grid/sweep.parquet", "before.parquet")
+    (grid / "sweep.parquet").unlink()
     monkeypatch.setattr(Path, "replace", refuse)
     finished = sweep("policy=lru", "cache.slots_per_layer=4", code=2)
     assert "No space left on device" in finished.err
     assert not list(Path("grid").glob("*sweep.parquet*"))
 
 
-def test_a_damaged_result_is_made_again():
-    sweep("policy=lru", "cache.slots_per_layer=8")
-    (path,) = Path("grid").rglob("summary.json")
+def test_a_damaged_result_is_made_again(grid):
+    path = cell_of(grid, 8) / "summary.json"
     whole = path.read_text()
     path.write_text(whole[:40])
     sweep("policy=lru", "cache.slots_per_layer=8")
