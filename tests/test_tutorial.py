@@ -24,6 +24,8 @@ def checked(*arguments):
 
 def ran(line):
     program, *arguments = shlex.split(line)
+    if "-m" in arguments:
+        arguments.append("hydra/launcher=basic")  # processes take seconds to start
     return {"oled-simulate": lambda *given: command(main, *given), "oled-check-policy": checked}[program](*arguments)
 
 
