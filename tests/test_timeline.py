@@ -154,7 +154,7 @@ def do_not_overlap(slices: Sequence[Slice]) -> bool:
     return all(first.end_ns <= second.start_ns for first, second in pairwise(ordered))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), prefetches=st.booleans())
 def test_tracks_add_up_to_the_log(tmp_path_factory: pytest.TempPathFactory, seed: int, prefetches: bool) -> None:
     passes, policy, shape, costs = draw_run(seed, prefetches=prefetches, moves_slots=True)
@@ -207,7 +207,7 @@ class Taken:
         patch.setattr(Clock, "step", watched)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), prefetches=st.booleans())
 def test_slots_taken_are_those_of_the_engine(
     tmp_path_factory: pytest.TempPathFactory, seed: int, prefetches: bool
