@@ -25,7 +25,7 @@ def test_a_repeated_trace_is_sound_and_has_requests_of_its_own(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_trace():
-    report = measure_memory(20_000_000, "proxy-19x256-code", "oled", 40)
+    report = measure_memory(20_000_000, "proxy-19x256-code", "lru", 40)
     small, large = report["runs"]
     assert large["trace_bytes"] > 20_000_000 > 5 * small["trace_bytes"]
     assert large["num_forwards"] > 2 * small["num_forwards"]
