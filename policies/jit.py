@@ -6,7 +6,7 @@ import hashlib
 import os
 import pickle
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -101,18 +101,21 @@ class _Compiled(CPUDispatcher):
     called by compiled ones alone. One that is called both ways is compiled for each.
     """
 
-    def __init__(self, py_func: Any, locals: Any = None, targetoptions: Any = None, **options: Any) -> None:
-        super().__init__(py_func, locals, targetoptions, **options)
-        alone = {**(targetoptions or {}), "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-        self._inner = CPUDispatcher(py_func, locals, alone, **options)
-        for compiled, part in ((self, "from_python"), (self._inner, "from_compiled")):
-            found = _cache_of(py_func, part)
-            if found is not None:
-                compiled._cache = found  # what cache=True sets, to a cache that looks elsewhere too
+    @cached_property
+    def _inner(self) -> CPUDispatcher:
+        alone = {**self.targetoptions, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        return _cached(CPUDispatcher(self.py_func, targetoptions=alone), "from_compiled")
 
     @property
     def _numba_type_(self) -> types.Dispatcher:
         return types.Dispatcher(self._inner)
+
+
+def _cached(compiled: CPUDispatcher, part: str) -> CPUDispatcher:
+    found = _cache_of(compiled.py_func, part)
+    if found is not None:
+        compiled._cache = found  # what cache=True sets, to a cache that looks elsewhere too
+    return compiled
 
 
 def _cache_of(function: Any, part: str) -> _Cache | None:
@@ -145,4 +148,4 @@ def jit(function: Function, **options: Any) -> Function:
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return function
-    return cast(Function, _Compiled(function, targetoptions={"nopython": True, **options}))
+    return cast(Function, _cached(_Compiled(function, targetoptions={"nopython": True, **options}), "from_python"))
