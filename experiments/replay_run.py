@@ -8,7 +8,6 @@ from itertools import islice
 
 import numpy as np
 
-from experiments.decision_log import DECIDED
 from experiments.fidelity_grid import slowed
 from experiments.kept import Kept
 from experiments.policy import name_of
@@ -16,7 +15,7 @@ from experiments.replay_config import Conditions
 from experiments.replay_machine import Facts, Workshop, progress_bar
 from experiments.setting import Setting
 from policies.contract import Estimates, Policy
-from policies.log import LogChunk, Ragged
+from policies.log import DECIDED, LogChunk, Ragged
 from policies.playback import Decisions, playback
 from policies.profile import Costs, ProfileError, estimates_of
 from replay.executor import check_policy

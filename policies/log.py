@@ -61,6 +61,7 @@ LAYER_LISTS: dict[str, type] = {
     "prefetch_layers": np.int32,  # the plan's prefetches in order
     "prefetch_experts": np.int32,
 }
+DECIDED = ("hits", "transfers", "on_cpu", "retained", "prefetch_layers", "prefetch_experts")  # those a policy decides
 # One row for each forward pass; requests and what each accepted are parallel lists.
 FORWARD_COLUMNS: dict[str, type] = {
     "forward": np.int64,
@@ -75,9 +76,6 @@ FORWARD_LISTS: dict[str, type] = {
     "iterations": np.int32,
     "accepted": np.int32,  # masked positions that were decoded
 }
-
-
-DECIDED = ("hits", "transfers", "on_cpu", "retained", "prefetch_layers", "prefetch_experts")  # lists
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("oledsim", deadline=None)
 settings.load_profile("oledsim")
 
-# few tests that take long: if they were handed out last, one process would run them while the others have nothing to do
+# what compiles most comes first, so that others find it compiled; then the few that take long: if they were handed out
+# last, one process would run them while the others have nothing to do
 _FIRST = (
+    "test_clock_loop.py",
+    "test_compiled.py",
     "test_notebooks.py",
     "test_launchers.py",
     "test_record.py",
@@ -21,4 +24,5 @@ _FIRST = (
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in _FIRST)
+    places = {name: place for place, name in enumerate(_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
