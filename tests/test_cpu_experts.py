@@ -129,16 +129,17 @@ def product_in_numbers(configuration, weights, weight_stride, x, out, num_words)
 def another_cpu():
     """The kernel made anew, without its cache, as on a CPU without AVX-512; tiles are multiplied in numbers."""
     features = {**binding.get_host_cpu_features(), "avx512bf16": False, "avx512f": False}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(binding, "get_host_cpu_features", lambda: features)
-        patch.setattr(jit, "cache_dir", lambda: None)
-        for name in ("replay.cpu_amx", "replay.cpu_kernel"):
-            spec = importlib.util.find_spec(name)
-            made = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(made)
-            patch.setitem(sys.modules, name, made)
-            made.tile_product = product_in_numbers
-    return made
+    with pytest.MonkeyPatch.context() as kept:
+        kept.setattr(jit, "cache_dir", lambda: None)  # also for what is compiled later, when it is called
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(binding, "get_host_cpu_features", lambda: features)
+            for name in ("replay.cpu_amx", "replay.cpu_kernel"):
+                spec = importlib.util.find_spec(name)
+                made = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(made)
+                patch.setitem(sys.modules, name, made)
+                made.tile_product = product_in_numbers
+        yield made
 
 
 def test_without_bfloat16_instructions_the_results_are_right(another_cpu, monkeypatch):
