@@ -13,6 +13,9 @@ BIN := $(VENV)/bin
 # the models of tests and demonstration are too small for more
 test demo: export OMP_NUM_THREADS ?= 1
 
+# hundreds of processes load the same modules
+unexport PYTHONDONTWRITEBYTECODE
+
 test: $(VENV)/.dev lint
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import hydra
+from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
@@ -144,13 +145,15 @@ def _ordered(arguments: list[str]) -> list[str]:
 @contextmanager
 def _hydra_environment(arguments: list[str]) -> Iterator[None]:
     """Have Hydra read these arguments and raise its errors, instead of printing them in its own way."""
-    before_arguments, before_switch = sys.argv, os.environ.get(FULL_ERROR)
+    before_arguments, before_switch, get_mode = sys.argv, os.environ.get(FULL_ERROR), Hydra.get_mode
     sys.argv = [sys.argv[0], *arguments]
     os.environ[FULL_ERROR] = "1"
+    if not any("hydra.mode" in argument or argument.startswith(("-c", "--config-")) for argument in arguments):
+        Hydra.get_mode = lambda *_, **__: None  # it composes the configuration once more, in 0.3 s, to find none
     try:
         yield
     finally:
-        sys.argv = before_arguments
+        sys.argv, Hydra.get_mode = before_arguments, get_mode
         if before_switch is None:
             del os.environ[FULL_ERROR]
         else:

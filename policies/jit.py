@@ -103,7 +103,7 @@ class _Compiled(CPUDispatcher):
 
     @cached_property
     def _inner(self) -> CPUDispatcher:
-        alone = {**self.targetoptions, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        alone = {**self.targetoptions, "no_cpython_wrapper": True}
         return _cached(CPUDispatcher(self.py_func, targetoptions=alone), "from_compiled")
 
     @property
@@ -148,4 +148,10 @@ def jit(function: Function, **options: Any) -> Function:
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return function
-    return cast(Function, _cached(_Compiled(function, targetoptions={"nopython": True, **options}), "from_python"))
+    options = {"nopython": True, "no_cfunc_wrapper": True, **options}
+    return cast(Function, _cached(_Compiled(function, targetoptions=options), "from_python"))
+
+
+def jit_inner(function: Function) -> Function:
+    """Like `jit`, for a function that is called by compiled code alone, through a pointer: with no way in for Python."""
+    return jit(function, no_cpython_wrapper=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from policies.contract import View
-from policies.jit import jit
+from policies.jit import jit, jit_inner
 from policies.log import PREFETCH_COUNTS
 from policies.pool import pool_of
 from policies.profile import cpu_batch_ns, kernel_ns, layer_ns
@@ -29,7 +29,7 @@ from simulator.clock_slots import (
     retain,
     use,
 )
-from simulator.loop import is_movable, is_placeable, is_sound
+from simulator.loop import is_movable, is_placeable, is_sound, replace
 from simulator.pointers import function_at
 from simulator.rows import (
     CPU_END,
@@ -50,7 +50,7 @@ _UNSERVED = PREFETCH_COUNTS.index("prefetch_unserved")
 
 @jit
 def run_forward(
-    decide, boundary, place, spending, running, addresses, params, state, forward, held, works, rows, costs, sizes, now
+    decide, boundary, place, spending, running, addresses, at, forward, held, works, rows, costs, sizes, now
 ):
     """Run a forward: a loop of PolicyLoop.
 
@@ -58,12 +58,10 @@ def run_forward(
         decide: kind of the policy's function, as `function_at` takes it.
         boundary: likewise.
         place: likewise.
-        spending: likewise of `spend`, which is compiled once for all policies, as `run_plan` is: compilers would put
-            a copy of them into the loop of each.
+        spending: likewise of `spend`, which the compiler would copy to every place where it is called.
         running: likewise of `run_plan`.
         addresses: of these.
-        params: of the policy.
-        state: of the policy.
+        at: of what the policy's functions are bound to.
         forward: Forward.
         held: Held.
         works: Works with room for what the forward brings.
@@ -84,18 +82,18 @@ def run_forward(
         drop(works, layer, dropped)
         now[0] = function_at(spending, addresses[3])(works, held, now[0], 0, gate_ns)
         step = step_at(forward, layer)
-        if place is not None:
+        if addresses[2] != 0:
             held.asked_at[0] = -1
-            placed = function_at(place, addresses[2])(params, state, step)
+            placed = function_at(place, addresses[2])(None, None, at[2], step)
             held.asked_at[0] = layer
             if not is_placeable(placed, layer, _view_at(slots, held, layer)):
                 return None, placed, None
-            held.resident[layer] = placed
+            replace(held.resident[layer], placed)
             recount(slots, held, works.tally)
         hold_back(works)
         held.asked_at[0] = layer
         view = _view_at(slots, held, layer)
-        plan = function_at(decide, addresses[0])(params, state, step, view)
+        plan = function_at(decide, addresses[0])(None, None, at[0], step, view)
         if not is_sound(plan, step, view) or (plan.prefetches.shape[0] > 0 and works.score.shape[0] == 0):
             return plan, None, None
         transfers, num_promoted = order_transfers(works, layer, step.load, plan.transfers)
@@ -107,7 +105,7 @@ def run_forward(
         activate(slots, held, step.load)
         now[0] = function_at(spending, addresses[3])(works, held, now[0], 0, costs.policy_ns)
         now[0] = function_at(running, addresses[4])(
-            spending,
+            None,
             addresses[3],
             works,
             rows,
@@ -123,17 +121,18 @@ def run_forward(
         if layer < num_layers - 1:
             _end_row(works, rows)
     now[0] = function_at(spending, addresses[3])(works, held, now[0], 0, costs.tail_ns)
-    if boundary is not None:
+    if addresses[1] != 0:
         held.asked_at[0] = num_layers
         view = _view_at(slots, held, 0)
-        moves = function_at(boundary, addresses[1])(params, state, end_of(forward), view)
+        moves = function_at(boundary, addresses[1])(None, None, at[1], end_of(forward), view)
         capacity, evictions = moves
         if not is_movable(capacity, evictions, view):
             return None, None, moves
         for layer in range(num_layers):
             for expert in range(num_experts):
                 held.resident[layer, expert] &= not evictions[layer, expert]
-        held.capacity[:] = capacity
+        for pool in range(capacity.size):
+            held.capacity[pool] = capacity[pool]
         recount(slots, held, works.tally)
     _end_row(works, rows)
     return None, None, None
@@ -143,7 +142,8 @@ def run_forward(
 def _end_row(works, rows):
     """The next layer begins, or the forward has ended: what happens from now on counts in another row."""
     row, tally = rows.size[0], works.tally
-    rows.counts[:, row] = tally[:BUSY]
+    for count in range(BUSY):
+        rows.counts[count, row] = tally[count]
     rows.times[LINK_BUSY, row] = tally[BUSY]
     rows.size[0] += 1
 
@@ -177,7 +177,7 @@ def _not_retained(retained, held, layer):
     return numbers[:size]
 
 
-@jit
+@jit_inner
 def run_plan(spending, address, works, rows, held, costs, plan_ns, load, plan, transfers, num_promoted, not_retained):
     """From the moment when a plan acts to the end of its layer; returns the time then.
 
@@ -220,9 +220,10 @@ def run_plan(spending, address, works, rows, held, costs, plan_ns, load, plan, t
 
     now_ns = function_at(spending, address)(works, held, now_ns, 0, max(cpu_end_ns - now_ns, 0))
     enter(slots, held, transfers)
-    first, end = rows.offsets[TRANSFERS, row], rows.offsets[TRANSFERS, row + 1]
-    rows.transfer_start_ns[first:end] = link.start_ns[: transfers.size]
-    rows.transfer_end_ns[first:end] = link.end_ns[: transfers.size]
+    first = rows.offsets[TRANSFERS, row]
+    for place in range(transfers.size):
+        rows.transfer_start_ns[first + place] = link.start_ns[place]
+        rows.transfer_end_ns[first + place] = link.end_ns[place]
     rows.times[PLAN, row], rows.times[HITS_END, row] = plan_ns, hits_end_ns
     rows.times[CPU_END, row], rows.times[END, row] = cpu_end_ns, now_ns
     return now_ns

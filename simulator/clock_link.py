@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.jit import jit
+from policies.jit import jit, jit_inner
 from policies.log import PREFETCH_COUNTS
 from policies.pool import pool_of
 from policies.profile import Costs, copy_ns
@@ -70,7 +70,7 @@ def noted_copies(works: Works) -> NDArray[np.int64]:
     return copies
 
 
-@jit
+@jit_inner
 def spend(works, held, now_ns, num_landed, busy_ns):
     """Let time pass on the GPU stream, and do what the link does meanwhile.
 

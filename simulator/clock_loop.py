@@ -26,7 +26,7 @@ from simulator.clock_slots import (
     slot_table,
 )
 from simulator.link import Copy
-from simulator.loop import Pointers, PolicyLoop, pointers_of
+from simulator.loop import Functions, PolicyLoop, functions_of
 from simulator.pointers import answer_of, pointer_for, pointer_to
 from simulator.rows import (
     Forwards,
@@ -71,22 +71,22 @@ def simulate(
         TraceError: a pass is not of this shape.
     """
     residents = Residents(policy, shape, slots, estimates)
-    pointers = pointers_of(policy, residents, shape)
-    if pointers is None:
+    functions = functions_of(policy, residents, shape)
+    if functions is None:
         return des.simulate(
             *(passes, policy, shape, slots, costs, estimates),
             staging_slots=staging_slots,
             chunk_forwards=chunk_forwards,
             on_copy=on_copy,
         )
-    return _Run(policy, pointers, residents, shape, costs, staging_slots, on_copy).log(passes, chunk_forwards)
+    return _Run(policy, functions, residents, shape, costs, staging_slots, on_copy).log(passes, chunk_forwards)
 
 
 class _Run:
     def __init__(
         self,
         policy: Policy,
-        pointers: Pointers,
+        functions: Functions,
         residents: Residents,
         shape: ModelShape,
         costs: Costs,
@@ -112,12 +112,19 @@ class _Run:
         kinds = [typeof(argument) for argument in (spending.address, self._works, rows, held, costs, 0)]
         numbers = self._works.link.experts
         running = pointer_for(
-            *(run_plan, spending.kind, *kinds, typeof(blank_forward(shape, False).load[0]), answer_of(pointers[0])),
+            *(
+                run_plan,
+                spending.kind,
+                *kinds,
+                typeof(blank_forward(shape, False).load[0]),
+                answer_of(functions.decide.pointer),
+            ),
             *(typeof(numbers), typeof(0), typeof(numbers)),
         )
         self._loop = PolicyLoop(
-            *(run_forward, (*pointers, spending, running), policy, residents, shape),
+            *(run_forward, functions, policy, residents, shape),
             *(self._works, rows, costs, (0, 0), self._now_ns),
+            others=(spending, running),
             lacks=LACKS_SCORE,
         )
 

@@ -14,7 +14,7 @@ from policies.log import Table
 from policies.pool import number_in_pool, pool_of
 from policies.residents import Residents, view_at
 from policies.steps import Forward, end_of, read_all, step_at
-from simulator.loop import PolicyLoop, is_movable, is_placeable, is_sound, pointers_of
+from simulator.loop import PolicyLoop, functions_of, is_movable, is_placeable, is_sound, replace
 from simulator.pointers import function_at
 from simulator.rows import (
     HITS,
@@ -113,32 +113,32 @@ def _num_true(mask):
 
 
 @jit
-def decide_forward(decide, boundary, place, addresses, params, state, forward, held, rows):
+def decide_forward(decide, boundary, place, addresses, at, forward, held, rows):
     """Decide the layers of a forward: a loop of PolicyLoop."""
-    num_layers = held.resident.shape[0]
+    num_layers, num_experts = held.resident.shape
     num_resident = _num_true(held.resident)
     for layer in range(num_layers):
         step = step_at(forward, layer)
-        if place is not None:
+        if addresses[2] != 0:
             held.asked_at[0] = -1
-            placed = function_at(place, addresses[2])(params, state, step)
+            placed = function_at(place, addresses[2])(None, None, at[2], step)
             held.asked_at[0] = layer
             if not is_placeable(placed, layer, view_at(held, layer)):
                 return None, placed, None
-            num_resident += placed.sum() - held.resident[layer].sum()
-            held.resident[layer] = placed
+            num_resident += replace(held.resident[layer], placed)
         held.asked_at[0] = layer
         view = view_at(held, layer)
-        plan = function_at(decide, addresses[0])(params, state, step, view)
+        plan = function_at(decide, addresses[0])(None, None, at[0], step, view)
         if plan.prefetches.shape[0] > 0 or not is_sound(plan, step, view):
             return plan, None, None
         num_resident = write_row(rows, step, view, plan, num_resident)
         # without copies in flight, what is retained is what stays
-        held.resident.reshape(held.capacity.size, plan.retained.size)[pool_of(held.capacity, layer)] = plan.retained
-    if boundary is not None:
+        start = pool_of(held.capacity, layer) * num_experts
+        replace(held.resident.ravel()[start : start + plan.retained.size], plan.retained)
+    if addresses[1] != 0:
         held.asked_at[0] = num_layers
         view = view_at(held, 0)
-        moves = function_at(boundary, addresses[1])(params, state, end_of(forward), view)
+        moves = function_at(boundary, addresses[1])(None, None, at[1], end_of(forward), view)
         capacity, evictions = moves
         if not is_movable(capacity, evictions, view):
             return None, None, moves
@@ -146,7 +146,8 @@ def decide_forward(decide, boundary, place, addresses, params, state, forward, h
             resident, evicted = held.resident[layer], evictions[layer]
             for expert in range(resident.size):
                 resident[expert] &= not evicted[expert]
-        held.capacity[:] = capacity
+        for pool in range(capacity.size):
+            held.capacity[pool] = capacity[pool]
     return None, None, None
 
 
@@ -156,11 +157,11 @@ class _Run:
         self._residents = Residents(policy, shape, slots, estimates)
         self._buffer = RowBuffer(shape, self._residents.of_pool(0, self._residents.resident).size, prefetches=False)
         self._num_slots = int(self._residents.capacity.sum())
-        pointers = pointers_of(policy, self._residents, shape)
+        functions = functions_of(policy, self._residents, shape)
         self._loop = None
-        if pointers is not None:
+        if functions is not None:
             rows = self._buffer.reserve()
-            self._loop = PolicyLoop(decide_forward, pointers, policy, self._residents, shape, rows)
+            self._loop = PolicyLoop(decide_forward, functions, policy, self._residents, shape, rows)
 
     def stretches(self, passes: Iterable[Pass], chunk_forwards: int) -> Iterator[Decisions]:
         read: list[Said] = []

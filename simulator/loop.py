@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 import numpy as np
-from numba import types
+from numba import typeof, types
 from numpy.typing import NDArray
 
 from policies.check import FINE, check_boundary, check_place, check_plan, find_violation, place_of
 from policies.contract import Plan, Policy, PolicyError
-from policies.jit import jit
+from policies.jit import jit, jit_inner
 from policies.pool import pool_of
 from policies.residents import Residents
 from policies.steps import Forward, blank_forward, end_of, step_at
-from simulator.pointers import NOTHING, Pointer, answer_of, entry_of, is_compiled, pointer_to
+from simulator.pointers import (
+    Bound,
+    Pointer,
+    answer_of,
+    bind,
+    entry_of,
+    function_at,
+    is_compiled,
+    is_keepable,
+    kept_at,
+    kind_of,
+)
 from tracer.schema import ModelShape
 
 # dtype and dimensions of the arrays that a policy answers with
@@ -22,28 +33,78 @@ _PLAN = ((types.int64, 1), (types.int64, 1), (types.bool_, 1), (types.int64, 2),
 _MOVES = ((types.int64, 1), (types.bool_, 2))
 _PLACED = ((types.bool_, 1),)
 
-Pointers = tuple[Pointer, ...]  # to decide, boundary and place; a loop may be given further ones
+_NO_MOVES = (np.empty(0, np.int64), np.empty((0, 0), np.bool_))
+_NO_PLACED = np.empty(0, np.bool_)
 
 
-def pointers_of(policy: Policy, residents: Residents, shape: ModelShape) -> Pointers | None:
+class Functions(NamedTuple):
+    """A policy's functions for compiled loops, which are compiled for all policies whose answers have the same types."""
+
+    decide: Bound
+    boundary: Bound
+    place: Bound  # address 0 and nothing kept, as boundary, where the policy has none
+
+    @property
+    def pointers(self) -> tuple[Pointer, ...]:
+        """To them, in this order."""
+        return tuple(bound.pointer for bound in self)
+
+    @property
+    def at(self) -> tuple[int, int, int]:
+        """Address of what each is bound to, params and state; 0 where there is no function."""
+        decide, boundary, place = (bound.kept.ctypes.data if bound.kept.size else 0 for bound in self)
+        return decide, boundary, place
+
+
+def functions_of(policy: Policy, residents: Residents, shape: ModelShape) -> Functions | None:
     """A policy's functions for compiled loops; None where they must be called from Python.
 
-    That is where one is not compiled, or answers with other types than the contract's, which Python's check explains.
+    That is where one is not compiled, or answers with other types than the contract's, which Python's check explains,
+    or where they work on other things than numbers and arrays.
     """
+    mine = (policy.params, residents.state)
     if not all(is_compiled(f) for f in (policy.decide, policy.boundary, policy.place) if f is not None):
         return None
+    if not is_keepable(typeof(mine)):
+        return None
     forward, view = blank_forward(shape, policy.reads_signals), residents.view(0)
-    step, mine = step_at(forward, 0), (policy.params, residents.state)
-    decide = pointer_to(policy.decide, *mine, step, view)
-    boundary = pointer_to(policy.boundary, *mine, end_of(forward), view)
-    place = pointer_to(policy.place, *mine, step)
-    plan = answer_of(decide)
-    fits = isinstance(plan, types.NamedTuple) and plan.instance_class is Plan and _are_arrays(tuple(plan)[:5], _PLAN)
-    if boundary is not NOTHING:
-        fits &= isinstance(answer_of(boundary), types.BaseTuple) and _are_arrays(tuple(answer_of(boundary)), _MOVES)
-    if place is not NOTHING:
-        fits &= _are_arrays((answer_of(place),), _PLACED)
-    return (decide, boundary, place) if fits else None
+    step, end = step_at(forward, 0), end_of(forward)
+    decide = bind(_decide, policy.decide, mine, step, view)
+    boundary = _bound(_boundary, policy.boundary, mine, _NO_MOVES, end, view)
+    place = _bound(_place, policy.place, mine, _NO_PLACED, step)
+    plan, moves, placed = (answer_of(bound.pointer) for bound in (decide, boundary, place))
+    fits = (
+        isinstance(plan, types.NamedTuple)
+        and plan.instance_class is Plan
+        and isinstance(moves, types.BaseTuple)
+        and all(_are_arrays(*each) for each in ((tuple(plan)[:5], _PLAN), (tuple(moves), _MOVES), ((placed,), _PLACED)))
+    )
+    return Functions(decide, boundary, place) if fits else None
+
+
+def _bound(caller: Any, function: Any, mine: tuple[Any, ...], answer: Any, *arguments: Any) -> Bound:
+    if function is not None:
+        return bind(caller, function, mine, *arguments)
+    kinds = (types.none, types.none, types.int64, *(typeof(argument) for argument in arguments))
+    return Bound(Pointer(kind_of(typeof(answer), *kinds), 0), np.empty(0, np.int64))
+
+
+@jit_inner
+def _decide(kind, kept, at, step, view):
+    address, params, state = kept_at(kept, at)
+    return function_at(kind, address)(params, state, step, view)
+
+
+@jit_inner
+def _boundary(kind, kept, at, end, view):
+    address, params, state = kept_at(kept, at)
+    return function_at(kind, address)(params, state, end, view)
+
+
+@jit_inner
+def _place(kind, kept, at, step):
+    address, params, state = kept_at(kept, at)
+    return function_at(kind, address)(params, state, step)
 
 
 def _are_arrays(found: tuple[Any, ...], wanted: tuple[tuple[Any, int], ...]) -> bool:
@@ -80,7 +141,12 @@ def is_movable(capacity, evictions, view):
     """What `boundary` answers moves slots between pools and keeps what stays within them."""
     if capacity.size != view.capacity.size or evictions.shape != view.resident.shape:
         return False
-    if capacity.sum() != view.capacity.sum() or capacity.min() < 0:
+    left = 0
+    for pool in range(capacity.size):  # array methods would take a second to compile
+        if capacity[pool] < 0:
+            return False
+        left += view.capacity[pool] - capacity[pool]
+    if left != 0:
         return False
     taken = np.zeros(capacity.size, np.int64)
     for layer in range(evictions.shape[0]):
@@ -92,37 +158,54 @@ def is_movable(capacity, evictions, view):
         if is_wrong:
             return False
         taken[pool_of(capacity, layer)] += num_taken
-    return (taken <= capacity).all()
+    has_room = True
+    for pool in range(capacity.size):
+        has_room &= taken[pool] <= capacity[pool]
+    return has_room
+
+
+@jit
+def replace(resident, others):
+    """Write who is resident from now on, [N] bool; returns by how many they are more than before."""
+    more = 0
+    for expert in range(resident.size):  # to assign the array would take seconds to compile
+        more += others[expert]
+        more -= resident[expert]
+        resident[expert] = others[expert]
+    return more
 
 
 class PolicyLoop:
     """One run's compiled loop over the layers of a forward, in which the policy is called.
 
-    The loop is called with (kinds and addresses of the policy's functions, params, state, forward, held, arguments...).
-    It sets `held.asked_at` before each call of the policy, and answers with (plan, placed, moves), all of them None
+    The loop is called with (kinds and addresses of the policy's functions and of further ones, `Functions.at`, forward,
+    held, arguments...). It sets `held.asked_at` before each call of the policy, and answers with (plan, placed, moves), all of them None
     but for one that it refuses. It then stops without having changed anything since the policy was shown its view, so
     that Python's check finds and says the same.
 
     Args:
         loop: compiled by `jit`.
-        pointers: to the policy's functions.
+        functions: the policy's.
         arguments: of the types of those of every call.
+        others: pointers to further functions that the loop calls.
         lacks: why a plan that prefetches is refused though it keeps to the contract, where the loop does so.
     """
 
     def __init__(
         self,
         loop: Any,
-        pointers: Pointers,
+        functions: Functions,
         policy: Policy,
         residents: Residents,
         shape: ModelShape,
         *arguments: Any,
+        others: tuple[Pointer, ...] = (),
         lacks: str = "its decisions need an engine with a clock",
     ) -> None:
         self._policy, self._residents, self._held, self._lacks = policy, residents, residents.held, lacks
+        self._functions, self._at = functions, functions.at
         blank = blank_forward(shape, policy.reads_signals)
-        self._enter = entry_of(loop, pointers, policy.params, residents.state, blank, self._held, *arguments)
+        self._enter = entry_of(loop, (*functions.pointers, *others), self._at, blank, self._held, *arguments)
 
     def run(self, forward: Forward, *arguments: Any) -> None:
         """Run the layers of a forward.
@@ -132,9 +215,7 @@ class PolicyLoop:
             PolicyError: it cannot decide on this trace.
         """
         try:
-            plan, placed, moves = self._enter(
-                self._policy.params, self._residents.state, forward, self._held, *arguments
-            )
+            plan, placed, moves = self._enter(self._at, forward, self._held, *arguments)
         except PolicyError as error:
             layer = int(self._held.asked_at[0])
             if layer < 0:  # as drivers in Python have it

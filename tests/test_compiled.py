@@ -17,7 +17,7 @@ from policies.residents import Residents
 from policies.steps import ReadPasses
 from simulator import compiled, des
 from simulator.drive import drive
-from simulator.loop import pointers_of
+from simulator.loop import functions_of
 from simulator.timing import time
 
 PREFETCHING = {"moe_infinity", "finemoe", "sida", "gate_ahead", "ideal_prefetch"}
@@ -156,4 +156,4 @@ def test_built_in_policies_are_called_in_compiled_code(name, knobs):
     shape, passes = random_passes(np.random.default_rng(8), signals=True)
     policy = built(name, knobs, shape, passes)
     residents = Residents(policy, shape, 8 * shape.num_layers, ESTIMATES)
-    assert pointers_of(policy, residents, shape) is not None
+    assert functions_of(policy, residents, shape) is not None

@@ -18,7 +18,7 @@ from policies.residents import Residents
 from policies.retention import equal_capacity
 from simulator import des
 from simulator.des import simulate
-from simulator.loop import pointers_of
+from simulator.loop import functions_of
 from tracer.schema import ForwardKind, ModelShape, Pass, Signals
 
 H2D = {"misses": "h2d"}
@@ -140,7 +140,7 @@ def test_laws(name, knobs, trace, data):
     shape, passes = trace
     capacity = draw_capacity(data, shape)
     policy = built(name, knobs, shape, passes)
-    pointers_of(policy, Residents(policy, shape, capacity * shape.num_layers, ESTIMATES), shape)
+    functions_of(policy, Residents(policy, shape, capacity * shape.num_layers, ESTIMATES), shape)
     compiled = compilations(policy)
     rows = watched(policy, shape, passes, capacity)
     check_rows(policy, shape, passes, capacity, rows)
