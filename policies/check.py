@@ -38,7 +38,7 @@ def find_violation(plan, step, view):
     """The first rule that a plan breaks, and at which expert; (FINE, -1) if none. For plans of the right types."""
     num_experts = view.resident.shape[1]
     layer = step.layer
-    resident, in_flight = view.resident[layer], view.in_flight[layer]
+    load, resident, in_flight = step.load, view.resident[layer], view.in_flight[layer]
     served = np.zeros(num_experts, np.int8)
     for turn in range(2):
         for expert in plan.transfers if turn == 0 else plan.on_cpu:
@@ -46,15 +46,15 @@ def find_violation(plan, step, view):
                 return (TRANSFER_RANGE if turn == 0 else CPU_RANGE), expert
             if served[expert] > 0:
                 return SERVED_TWICE, expert
-            if step.load[expert] == 0 or resident[expert]:
+            if load[expert] == 0 or resident[expert]:
                 return NOT_MISSED, expert
             served[expert] = turn + 1
     broken = FINE  # in these loops branches would be guessed wrongly often: who breaks a rule is looked for afterwards
     for expert in range(num_experts):
-        broken |= _serving(step.load[expert], resident[expert], in_flight[expert], served[expert])
+        broken |= _serving(load[expert], resident[expert], in_flight[expert], served[expert])
     if broken != FINE:
         for expert in range(num_experts):
-            broken = _serving(step.load[expert], resident[expert], in_flight[expert], served[expert])
+            broken = _serving(load[expert], resident[expert], in_flight[expert], served[expert])
             if broken != FINE:
                 return broken, expert
 

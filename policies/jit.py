@@ -18,6 +18,8 @@ from numba.core.registry import CPUDispatcher
 
 Function = TypeVar("Function")
 
+_ROOT = Path(__file__).resolve().parent.parent  # of this installation
+
 # compiled code holds values of the schema's enums as constants
 _SOURCES = (
     "policies/**/*.py",
@@ -44,12 +46,16 @@ _DAMAGE = (
 
 
 @cache
+def _files(*patterns: str) -> tuple[Path, ...]:
+    return tuple(sorted({path for pattern in patterns for path in _ROOT.glob(pattern)}))
+
+
+@cache
 def source_hash(*patterns: str) -> str:
     """SHA-256 over the names and contents of this installation's source files that match any of the patterns."""
-    root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in patterns for path in root.glob(pattern)}):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in _files(*patterns):
+        digest.update(path.relative_to(_ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -71,11 +77,26 @@ def cache_dir() -> Path | None:
     return users.absolute() / "oledsim" / name
 
 
+_in_cache_dir = FunctionCache._impl_class._locator_classes[0]  # numba's, for `numba.config.CACHE_DIR`
+
+
+class _Locator(_in_cache_dir):
+    """Places code of the sources that name the directory by module alone: other installations of them find it too."""
+
+    @classmethod
+    def get_suitable_cache_subpath(cls, py_file: str) -> str:
+        """Directory of a file's code within that of all."""
+        path = Path(py_file).resolve()
+        if path in _files(*_SOURCES):
+            return path.parent.name
+        return super().get_suitable_cache_subpath(py_file)
+
+
 class _Cache(FunctionCache):
     """numba's cache in the one directory that it is given, which no damage and no full disk makes fail."""
 
     class _impl_class(FunctionCache._impl_class):  # noqa: N801  # numba's name
-        _locator_classes = FunctionCache._impl_class._locator_classes[:1]  # that of `numba.config.CACHE_DIR`
+        _locator_classes = (_Locator,)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Compiled code for these types; None, so that it is made, where there is none that can be read."""

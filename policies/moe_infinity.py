@@ -168,10 +168,11 @@ def predicted(entry, num_tokens, before, first, end, view):
     size = 0
     for layer in range(first, end):
         weight = num_layers - (layer - before)
+        counts, resident, in_flight = entry[layer], view.resident[layer], view.in_flight[layer]
         for expert in range(num_experts):
-            count = np.int64(entry[layer, expert])
+            count = np.int64(counts[expert])
             cells[size], keys[size] = layer << _EXPERT_BITS | expert, count * weight
-            size += (count > 0) & ~view.resident[layer, expert] & ~view.in_flight[layer, expert]
+            size += (count > 0) & ~resident[expert] & ~in_flight[expert]
     prefetches, priority = np.empty((size, 2), np.int64), np.zeros((size, 2), np.float64)
     scale = float(max(num_tokens, 1) * num_layers)
     for row, index in enumerate(descending(keys[:size])):
@@ -201,9 +202,9 @@ def decide(params, state, step, view):
     counts[_AWAITING] += count_requests(matrices, step)
     see(matrices, step)
     counts[_NOW] += 1
+    load, recency, now = step.load, state.recency[layer], counts[_NOW]
     for expert in range(num_experts):
-        if step.load[expert] > 0:
-            state.recency[layer, expert] = counts[_NOW]
+        recency[expert] = now if load[expert] > 0 else recency[expert]
 
     prefetches, priority = np.empty((0, 2), np.int64), np.empty((0, 2), np.float64)
     order, entry, issues = state.score, -1, False

@@ -54,10 +54,11 @@ def retain(step, view, transfers, score, tie, max_admit):
     scores, ties = score.ravel()[start : start + size], tie.ravel()[start : start + size]
     retained = view.resident.ravel()[start : start + size].copy()
 
+    load, in_flight = step.load, view.in_flight[layer]
     entering = np.empty(transfers.size, np.int64)
     count = 0
     for expert in transfers:
-        if view.in_flight[layer, expert]:
+        if in_flight[expert]:
             retained[here + expert] = True
         else:
             entering[count] = here + expert
@@ -81,13 +82,13 @@ def retain(step, view, transfers, score, tie, max_admit):
     num_others = 0
     for number in others:
         others[num_others] = number
-        num_others += not (here <= number < here + num_experts and step.load[number - here] > 0)
+        num_others += not (here <= number < here + num_experts and load[number - here] > 0)
     _leave(others[:num_others], num_leaving, retained, scores, ties)
     num_leaving -= num_others
     if num_leaving > 0:
         count = 0
         for expert in range(num_experts):
-            if step.load[expert] > 0 and retained[here + expert] and not view.in_flight[layer, expert]:
+            if load[expert] > 0 and retained[here + expert] and not in_flight[expert]:
                 numbers[count] = here + expert
                 count += 1
         _leave(numbers[:count], num_leaving, retained, scores, ties)

@@ -48,14 +48,14 @@ def request_matrices(stored: NDArray[np.int64], num_entries: int) -> RequestMatr
 @jit
 def see(matrices, step):
     """Take the layer into the matrix of this forward, which begins anew with each forward's first layer."""
-    dots = matrices.dots
+    dots, loads, columns, size = matrices.dots, step.load, matrices.columns[step.layer], matrices.size[0]
     if step.layer == 0:
         dots[:] = 0
-    for expert in range(step.load.size):
-        load = step.load[expert]
+    for expert in range(loads.size):
+        load = loads[expert]
         if load > 0:
-            column = matrices.columns[step.layer, expert]
-            for entry in range(matrices.size[0]):
+            column = columns[expert]
+            for entry in range(size):
                 dots[entry] += load * column[entry]
 
 
@@ -90,17 +90,18 @@ def count_requests(matrices, step):
         PolicyError: more requests in a pass than there is room for.
     """
     names, place, is_new = matrices.names, -1, False
-    for token in range(step.request.size):
-        if place < 0 or names[place] != step.request[token]:
-            place, free = _places(names, step.request[token])
+    requests, blocks, expert_ids, running = step.request, step.block, step.expert_ids, matrices.running
+    for token in range(requests.size):
+        if place < 0 or names[place] != requests[token]:
+            place, free = _places(names, requests[token])
             if place < 0:
                 if free < 0:
                     raise PolicyError("moe_infinity follows up to 256 requests in a pass, and there are more")
                 place, is_new = free, True
-                names[place] = step.request[token]
-        if step.block[token] >= 0:
-            for k in range(step.expert_ids.shape[1]):
-                matrices.running[place, step.layer, step.expert_ids[token, k]] += 1
+                names[place] = requests[token]
+        if blocks[token] >= 0:
+            for k in range(expert_ids.shape[1]):
+                running[place, step.layer, expert_ids[token, k]] += 1
     return is_new
 
 
@@ -155,23 +156,24 @@ def _store(matrices, matrix):
         matrices.size[0] += 1
     else:
         entry = _closest(matrices, matrix)
-    norm = 0
+    norm, entries, columns, norms = 0, matrices.entries, matrices.columns, matrices.norms
     for layer in range(matrix.shape[0]):
         for expert in range(matrix.shape[1]):
             count = matrix[layer, expert]
             norm += count * count
-            matrices.entries[entry, layer, expert] = matrices.columns[layer, expert, entry] = count
-        matrices.norms[layer, entry] = norm
+            entries[entry, layer, expert] = columns[layer, expert, entry] = count
+        norms[layer, entry] = norm
     return entry
 
 
 @jit
 def _closest(matrices, matrix):
-    dots = np.zeros(matrices.entries.shape[0], np.int64)
+    entries = matrices.entries
+    dots = np.zeros(entries.shape[0], np.int64)
     for entry in range(dots.size):
         dot = 0
         for layer in range(matrix.shape[0]):
             for expert in range(matrix.shape[1]):
-                dot += matrix[layer, expert] * matrices.entries[entry, layer, expert]
+                dot += matrix[layer, expert] * entries[entry, layer, expert]
         dots[entry] = dot
     return _nearest(dots, matrices.norms[-1], dots.size)

@@ -34,10 +34,11 @@ def free_slots_of(held, layer):
     first, last = (layer, layer + 1) if num_pools > 1 else (0, held.resident.shape[0])
     taken = 0
     for at in range(first, last):
-        for expert in range(held.resident.shape[1]):
-            taken += held.resident[at, expert]
-        for expert in range(held.resident.shape[1]):
-            taken += held.in_flight[at, expert]
+        resident, in_flight = held.resident[at], held.in_flight[at]
+        for expert in range(resident.size):
+            taken += resident[expert]
+        for expert in range(in_flight.size):
+            taken += in_flight[expert]
     return held.capacity[pool_of(held.capacity, layer)] - taken
 
 

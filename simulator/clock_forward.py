@@ -30,7 +30,7 @@ from simulator.clock_slots import (
     use,
 )
 from simulator.loop import is_movable, is_placeable, is_sound, replace
-from simulator.pointers import function_at
+from simulator.pointers import borrowed, function_at
 from simulator.rows import (
     CPU_END,
     END,
@@ -70,6 +70,7 @@ def run_forward(
         sizes: tokens of the forward, and committed positions before them.
         now: [1] ns since the start of the run, changed in place.
     """
+    forward, held, works, rows, costs = borrowed((forward, held, works, rows, costs))
     slots = works.slots
     num_layers, num_experts = held.resident.shape
     dropped = np.empty(num_experts, np.bool_)

@@ -124,10 +124,9 @@ def issue(queue, pending, plan):
     """Queue the prefetches of a pending plan; returns how many they are."""
     start, stop = pending.start[plan], pending.stop[plan]
     _push(queue, pending.pairs[start:stop], pending.target[start:stop])
-    last = pending.counts[_PLANS] - 1
+    last, due_ns, starts, stops = pending.counts[_PLANS] - 1, pending.due_ns, pending.start, pending.stop
     for later in range(plan, last):
-        pending.due_ns[later] = pending.due_ns[later + 1]
-        pending.start[later], pending.stop[later] = pending.start[later + 1], pending.stop[later + 1]
+        due_ns[later], starts[later], stops[later] = due_ns[later + 1], starts[later + 1], stops[later + 1]
     pending.counts[_PLANS] = last
     if last == 0:
         pending.counts[_END] = 0
@@ -190,14 +189,16 @@ def _is_dropped(queue, place):
 @jit
 def _sweep(queue):
     """Remove what was dropped."""
+    firsts, seconds, numbers, targets = queue.first, queue.second, queue.number, queue.target
     size = 0
     for place in range(queue.counts[_SIZE]):
         if not _is_dropped(queue, place):
-            _move(queue, place, size)
+            firsts[size], seconds[size] = firsts[place], seconds[place]
+            numbers[size], targets[size] = numbers[place], targets[place]
             size += 1
     queue.counts[_SIZE] = size
     for place in range(size // 2 - 1, -1, -1):
-        _sink(queue, place, queue.first[place], queue.second[place], queue.number[place], queue.target[place])
+        _sink(queue, place, firsts[place], seconds[place], numbers[place], targets[place])
 
 
 @jit
@@ -233,34 +234,27 @@ def _remove_top(queue):
 @jit
 def _sink(queue, place, first, second, number, target):
     """Put an entry at a place, or below it, where it is before all under it."""
+    firsts, seconds, numbers, targets = queue.first, queue.second, queue.number, queue.target
     size = queue.counts[_SIZE]
     while 2 * place + 1 < size:
         below = 2 * place + 1
         other = below + 1
-        if other < size and _is_before(queue.first[other], queue.second[other], queue.number[other], queue, below):
-            below = other
-        if _is_before(first, second, number, queue, below):
+        if other < size:
+            first_below, second_below, number_below = firsts[below], seconds[below], numbers[below]
+            if _is_before(firsts[other], seconds[other], numbers[other], first_below, second_below, number_below):
+                below = other
+        if _is_before(first, second, number, firsts[below], seconds[below], numbers[below]):
             break
-        _move(queue, below, place)
+        firsts[place], seconds[place] = firsts[below], seconds[below]
+        numbers[place], targets[place] = numbers[below], targets[below]
         place = below
-    _put(queue, place, first, second, number, target)
+    firsts[place], seconds[place], numbers[place], targets[place] = first, second, number, target
 
 
 @jit
-def _is_before(first, second, number, queue, place):
-    if first != queue.first[place]:
-        return first < queue.first[place]
-    if second != queue.second[place]:
-        return second < queue.second[place]
-    return number < queue.number[place]
-
-
-@jit
-def _move(queue, source, place):
-    _put(queue, place, queue.first[source], queue.second[source], queue.number[source], queue.target[source])
-
-
-@jit
-def _put(queue, place, first, second, number, target):
-    queue.first[place], queue.second[place] = first, second
-    queue.number[place], queue.target[place] = number, target
+def _is_before(first, second, number, other_first, other_second, other_number):
+    if first != other_first:
+        return first < other_first
+    if second != other_second:
+        return second < other_second
+    return number < other_number

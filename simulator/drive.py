@@ -15,7 +15,7 @@ from policies.pool import number_in_pool, pool_of
 from policies.residents import Residents, view_at
 from policies.steps import Forward, end_of, read_all, step_at
 from simulator.loop import PolicyLoop, functions_of, is_movable, is_placeable, is_sound, replace
-from simulator.pointers import function_at
+from simulator.pointers import borrowed, function_at
 from simulator.rows import (
     HITS,
     NUM_FREED,
@@ -115,6 +115,7 @@ def _num_true(mask):
 @jit
 def decide_forward(decide, boundary, place, addresses, at, forward, held, rows):
     """Decide the layers of a forward: a loop of PolicyLoop."""
+    forward, held, rows = borrowed((forward, held, rows))
     num_layers, num_experts = held.resident.shape
     num_resident = _num_true(held.resident)
     for layer in range(num_layers):

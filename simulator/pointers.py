@@ -109,6 +109,23 @@ def _store(typingctx, address, values):
     return types.void(address, values), generate
 
 
+@intrinsic
+def _borrowed(typingctx, values):
+    """In compiled code: the same values, but the references to their arrays are not counted any more.
+
+    To count those of a tuple with many arrays, at every call and every look into it, takes longer than what loops do
+    with them. The caller in Python holds the arrays.
+    """
+
+    def generate(context, builder, signature, arguments):
+        return _uncounted(context, builder, values, arguments[0])
+
+    return values(values), generate
+
+
+borrowed: Any = _borrowed  # as with `function_at`
+
+
 def _uncounted(context, builder, kind, value):
     if isinstance(kind, types.BaseTuple):
         for place, member in enumerate(kind):

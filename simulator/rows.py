@@ -69,57 +69,59 @@ def write_decision(rows, step, view, plan, transfers):
     """
     layer, load, row = step.layer, step.load, rows.size[0]
     num_experts, resident = load.size, view.resident[layer]
-    offsets = rows.offsets[:, row]
+    # what is taken out of a tuple is counted as referred to, which in a loop costs most of its time
+    offsets, numbers, retained, prefetches = rows.offsets, rows.numbers, plan.retained, plan.prefetches
     num_resident = num_activated = hit_tokens = 0
     for expert in range(num_experts):
         num_resident += resident[expert]
         num_activated += load[expert] > 0
         hit_tokens += load[expert] * resident[expert]
-    end = offsets[HITS]
+    ids, end = rows.hits, offsets[HITS, row]
     for expert in range(num_experts):
-        rows.hits[end] = expert
+        ids[end] = expert
         end += (load[expert] > 0) & resident[expert]  # a branch would be guessed wrongly often
-    rows.offsets[HITS, row + 1] = end
+    offsets[HITS, row + 1] = end
 
-    rows.numbers[CAPACITY, row] = view.capacity[pool_of(view.capacity, layer)]
-    rows.numbers[NUM_RESIDENT, row] = num_resident
-    rows.numbers[NUM_ACTIVATED, row] = num_activated
-    rows.numbers[HIT_TOKENS, row] = hit_tokens
-    rows.numbers[NUM_PROMOTED, row] = 0
+    numbers[CAPACITY, row] = view.capacity[pool_of(view.capacity, layer)]
+    numbers[NUM_RESIDENT, row] = num_resident
+    numbers[NUM_ACTIVATED, row] = num_activated
+    numbers[HIT_TOKENS, row] = hit_tokens
+    numbers[NUM_PROMOTED, row] = 0
 
-    end = offsets[TRANSFERS]
+    ids, loads, stay, end = rows.transfers, rows.transfer_loads, rows.transfer_retained, offsets[TRANSFERS, row]
+    start = number_in_pool(view.capacity, num_experts, layer, 0)
     for expert in transfers:
-        rows.transfers[end] = expert
-        rows.transfer_loads[end] = load[expert]
-        rows.transfer_retained[end] = plan.retained[number_in_pool(view.capacity, num_experts, layer, expert)]
+        ids[end] = expert
+        loads[end] = load[expert]
+        stay[end] = retained[start + expert]
         end += 1
-    rows.offsets[TRANSFERS, row + 1] = end
+    offsets[TRANSFERS, row + 1] = end
 
-    first = offsets[ON_CPU]
+    ids, loads, first = rows.on_cpu, rows.cpu_loads, offsets[ON_CPU, row]
     end = first
     for expert in plan.on_cpu:
         place = end
-        while place > first and rows.on_cpu[place - 1] > expert:
-            rows.on_cpu[place] = rows.on_cpu[place - 1]
+        while place > first and ids[place - 1] > expert:
+            ids[place] = ids[place - 1]
             place -= 1
-        rows.on_cpu[place] = expert
+        ids[place] = expert
         end += 1
     for place in range(first, end):
-        rows.cpu_loads[place] = load[rows.on_cpu[place]]
-    rows.offsets[ON_CPU, row + 1] = end
+        loads[place] = load[ids[place]]
+    offsets[ON_CPU, row + 1] = end
 
-    end = offsets[RETAINED]
-    for number in range(plan.retained.size):
-        rows.retained[end] = number
-        end += plan.retained[number]
-    rows.offsets[RETAINED, row + 1] = end
+    ids, end = rows.retained, offsets[RETAINED, row]
+    for number in range(retained.size):
+        ids[end] = number
+        end += retained[number]
+    offsets[RETAINED, row + 1] = end
 
-    end = offsets[PREFETCHES]
-    for index in range(plan.prefetches.shape[0]):
-        rows.prefetch_layers[end] = plan.prefetches[index, 0]
-        rows.prefetch_experts[end] = plan.prefetches[index, 1]
+    layers, ids, end = rows.prefetch_layers, rows.prefetch_experts, offsets[PREFETCHES, row]
+    for index in range(prefetches.shape[0]):
+        layers[end] = prefetches[index, 0]
+        ids[end] = prefetches[index, 1]
         end += 1
-    rows.offsets[PREFETCHES, row + 1] = end
+    offsets[PREFETCHES, row + 1] = end
 
 
 _AHEAD = 16  # forwards for which room is made at once

@@ -105,6 +105,16 @@ def test_machine_code_is_that_of_the_sources(sources, tmp_path):
     assert len({first[3], second[3], third[3]}) == 3
 
 
+def test_machine_code_is_found_by_another_installation_of_the_same_sources(sources, tmp_path):
+    place = {"OLEDSIM_CACHE_DIR": str(tmp_path / "cache")}
+    other = shutil.copytree(sources, tmp_path / "elsewhere")
+    first = ran(sources, **place)
+    assert ran(other, **place) == (0, 1, 0, first[3])
+    change_helper(other)
+    assert ran(other, **place)[:3] == (1, 0, 1)
+    assert ran(sources, **place) == (0, 1, 0, first[3])
+
+
 def test_what_a_loop_is_given_is_that_of_the_sources(sources, tmp_path):
     place = {"OLEDSIM_CACHE_DIR": str(tmp_path / "cache"), "program": LOOP_PROGRAM}
     assert ran(sources, **place)[:3] == (0, 0, 1)

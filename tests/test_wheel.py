@@ -46,7 +46,6 @@ def test_it_holds_every_shipped_file(installed):
 def test_it_simulates_from_another_directory(installed, tmp_path):
     where = python(installed, tmp_path, "-c", "import experiments; print(experiments.__file__)")
     assert where.stdout.startswith(str(installed)), where.stdout + where.stderr
-    # compiled anew, as code is kept by the place of its sources: of all policies this takes least
     keys = ["trace=proxy-tiny", "policy=full", "shape=llada2.0-mini", "output.dir=out"]
     done = python(installed, tmp_path, "-m", "experiments.simulate_command", *keys)
     assert (done.returncode, done.stderr) == (0, "")
