@@ -13,14 +13,14 @@ gc.set_threshold(20_000, 20, 20)
 settings.register_profile("oledsim", deadline=None)
 settings.load_profile("oledsim")
 
-# what compiles most comes first, so that others find it compiled; then the few that take long: if they were handed out
-# last, one process would run them while the others have nothing to do
+# what compiles most comes first, beside one that compiles little, so that others find it compiled; then the few that take
+# long: if they were handed out last, one process would run them while the others have nothing to do
 _FIRST = (
     "test_clock_loop.py",
+    "test_record.py",
     "test_compiled.py",
     "test_notebooks.py",
     "test_launchers.py",
-    "test_record.py",
     "test_calibrate.py",
     "test_bench.py",
     "test_wheel.py",
