@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from importlib.resources import files
 from io import StringIO
 from pathlib import Path
@@ -97,7 +98,12 @@ def changes_of(profile: HardwareProfile) -> str:
     """Where a profile differs from the shipped one whose name it bears, as `key=value`; empty for any other name."""
     if profile.name not in names("hardware"):
         return ""
-    return ", ".join(_differences(asdict(load_profile(profile.name)), asdict(profile)))
+    return ", ".join(_differences(_shipped(profile.name), asdict(profile)))
+
+
+@cache
+def _shipped(name: str) -> dict[str, Any]:
+    return asdict(load_profile(name))  # read once for all cells of a grid
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], group: str = "") -> Iterator[str]:
