@@ -1,5 +1,8 @@
 """The compiled engine says what the event engine says, to the nanosecond and to the letter."""
 
+from dataclasses import replace
+from typing import Any, NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +15,8 @@ from strategies import random_passes, traces
 from test_des import draw_case, draw_costs
 from test_policy_laws import VARIANTS, label
 
+from policies.jit import jit
+from policies.lru import decide as decide_lru
 from policies.profile import estimates_of
 from policies.residents import Residents
 from policies.steps import ReadPasses
@@ -157,3 +162,28 @@ def test_built_in_policies_are_called_in_compiled_code(name, knobs):
     policy = built(name, knobs, shape, passes)
     residents = Residents(policy, shape, 8 * shape.num_layers, ESTIMATES)
     assert functions_of(policy, residents, shape) is not None
+
+
+class Named(NamedTuple):
+    name: str
+    own: Any
+
+
+@jit
+def decide_named(params, state, step, view):
+    return decide_lru(params.own, state, step, view)
+
+
+def test_what_a_loop_cannot_keep_is_called_from_python():
+    shape, passes = random_passes(np.random.default_rng(9))
+    plain = built("lru", {}, shape, passes)
+    named = replace(
+        plain,
+        params=Named("a text", plain.params),
+        init=lambda params, *size: plain.init(params.own, *size),
+        decide=decide_named,
+    )
+    residents = Residents(named, shape, 5 * shape.num_layers, ESTIMATES)
+    assert functions_of(named, residents, shape) is None
+    run = (shape, 5 * shape.num_layers, make_costs(), ESTIMATES)
+    assert columns_of(compiled.simulate(passes, named, *run)) == columns_of(compiled.simulate(passes, plain, *run))
