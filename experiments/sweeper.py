@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -111,7 +112,9 @@ class GridSweeper(Sweeper):
                 settings.n_jobs = _num_processes(settings.n_jobs, len(overrides))
         try:
             launcher = Plugins.instance().instantiate_launcher(self._context, batch, self._config)
-            with one_thread_each():
+            with one_thread_each(), warnings.catch_warnings():
+                # joblib replaces a process that has grown, as one does that compiles, and loses nothing
+                warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)
                 returned = launcher.launch(overrides, initial_job_idx=0)
             for each in returned:
                 _ = each.return_value  # raises what the job raised

@@ -176,3 +176,8 @@ def jit(function: Function, **options: Any) -> Function:
 def jit_inner(function: Function) -> Function:
     """Like `jit`, for a function that is called by compiled code alone, through a pointer: with no way in for Python."""
     return jit(function, no_cpython_wrapper=True)
+
+
+def without_cache(function: Any) -> CPUDispatcher:
+    """What `jit` made of a function, but compiled in each process anew."""
+    return CPUDispatcher(function.py_func, targetoptions=function.targetoptions)

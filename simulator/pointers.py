@@ -13,7 +13,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from policies.jit import jit
+from policies.jit import jit, without_cache
 
 
 class Pointer(NamedTuple):
@@ -31,6 +31,7 @@ class Bound(NamedTuple):
 
     pointer: Pointer
     kept: NDArray[np.int64]  # what the function is bound to, as compiled code has it in memory
+    caller: Any = None  # holds the code at the pointer
 
 
 def is_compiled(function: Any) -> bool:
@@ -78,11 +79,12 @@ def bind(caller: Any, function: Any, given: tuple[Any, ...], *arguments: Any) ->
     """
     pointer = pointer_to(function, *given, *arguments)
     values = (pointer.address, *given)
+    caller, keep = (each if _is_ours(typeof(given)) else without_cache(each) for each in (caller, _keep))
     size = cpu_target.target_context.get_abi_sizeof(cpu_target.target_context.get_value_type(typeof(values)))
     kept = np.empty(-(-size // 8), np.int64)
-    _keep(kept.ctypes.data, values)
+    keep(kept.ctypes.data, values)
     kinds = (pointer.kind, types.TypeRef(typeof(values)), types.int64, *(typeof(argument) for argument in arguments))
-    return Bound(pointer_for(caller, *kinds), kept)
+    return Bound(pointer_for(caller, *kinds), kept, caller)
 
 
 def is_keepable(kind: Any) -> bool:
@@ -90,6 +92,16 @@ def is_keepable(kind: Any) -> bool:
     if isinstance(kind, types.BaseTuple):
         return all(is_keepable(member) for member in kind)
     return isinstance(kind, types.Array | types.Number | types.Boolean | types.NoneType)
+
+
+def _is_ours(kind: Any) -> bool:
+    """Whether the classes of a numba type are of our policies.
+
+    To find code in the cache imports the modules of all classes that it was ever compiled for: nobody else's.
+    """
+    if isinstance(kind, types.BaseNamedTuple) and not kind.instance_class.__module__.startswith("policies."):
+        return False
+    return all(map(_is_ours, kind)) if isinstance(kind, types.BaseTuple) else True
 
 
 @jit

@@ -20,7 +20,7 @@ from policies.lru import decide as decide_lru
 from policies.profile import estimates_of
 from policies.residents import Residents
 from policies.steps import ReadPasses
-from simulator import compiled, des
+from simulator import compiled, des, loop, pointers
 from simulator.drive import drive
 from simulator.loop import functions_of
 from simulator.timing import time
@@ -169,6 +169,18 @@ class Named(NamedTuple):
     own: Any
 
 
+class Foreign(NamedTuple):
+    own: Any
+
+
+SHARED = {"decide": loop._decide, "keep": pointers._keep}  # by all policies
+
+
+@jit
+def decide_foreign(params, state, step, view):
+    return decide_lru(params.own, state, step, view)
+
+
 @jit
 def decide_named(params, state, step, view):
     return decide_lru(params.own, state, step, view)
@@ -187,3 +199,21 @@ def test_what_a_loop_cannot_keep_is_called_from_python():
     assert functions_of(named, residents, shape) is None
     run = (shape, 5 * shape.num_layers, make_costs(), ESTIMATES)
     assert columns_of(compiled.simulate(passes, named, *run)) == columns_of(compiled.simulate(passes, plain, *run))
+
+
+def test_classes_of_others_stay_out_of_the_cache():
+    shape, passes = random_passes(np.random.default_rng(9))
+    plain = built("lru", {}, shape, passes)
+    foreign = replace(
+        plain,
+        params=Foreign(plain.params),
+        init=lambda params, *size: plain.init(params.own, *size),
+        decide=decide_foreign,
+    )
+    cached = {name: len(each.overloads) for name, each in SHARED.items()}
+    run = (shape, 5 * shape.num_layers, make_costs(), ESTIMATES)
+    functions = functions_of(foreign, Residents(foreign, *run[:2], ESTIMATES), shape)
+    assert functions is not None
+    assert functions.decide.caller not in SHARED.values()
+    assert {name: len(each.overloads) for name, each in SHARED.items()} == cached
+    assert columns_of(compiled.simulate(passes, foreign, *run)) == columns_of(compiled.simulate(passes, plain, *run))
