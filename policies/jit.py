@@ -178,6 +178,7 @@ def jit_inner(function: Function) -> Function:
     return jit(function, no_cpython_wrapper=True)
 
 
+@cache
 def without_cache(function: Any) -> CPUDispatcher:
-    """What `jit` made of a function, but compiled in each process anew."""
+    """What `jit` made of a function, but compiled once in each process."""
     return CPUDispatcher(function.py_func, targetoptions=function.targetoptions)

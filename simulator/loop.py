@@ -179,9 +179,9 @@ class PolicyLoop:
     """One run's compiled loop over the layers of a forward, in which the policy is called.
 
     The loop is called with (kinds and addresses of the policy's functions and of further ones, `Functions.at`, forward,
-    held, arguments...). It sets `held.asked_at` before each call of the policy, and answers with (plan, placed, moves), all of them None
-    but for one that it refuses. It then stops without having changed anything since the policy was shown its view, so
-    that Python's check finds and says the same.
+    held, arguments...). It sets `held.asked_at` before each call of the policy, and answers with (plan, placed, moves),
+    all of them None but for one that it refuses. It then stops without having changed anything since the policy was
+    shown its view, so that Python's check finds and says the same.
 
     Args:
         loop: compiled by `jit`.

@@ -31,7 +31,6 @@ class Bound(NamedTuple):
 
     pointer: Pointer
     kept: NDArray[np.int64]  # what the function is bound to, as compiled code has it in memory
-    caller: Any = None  # holds the code at the pointer
 
 
 def is_compiled(function: Any) -> bool:
@@ -84,7 +83,7 @@ def bind(caller: Any, function: Any, given: tuple[Any, ...], *arguments: Any) ->
     kept = np.empty(-(-size // 8), np.int64)
     keep(kept.ctypes.data, values)
     kinds = (pointer.kind, types.TypeRef(typeof(values)), types.int64, *(typeof(argument) for argument in arguments))
-    return Bound(pointer_for(caller, *kinds), kept, caller)
+    return Bound(pointer_for(caller, *kinds), kept)
 
 
 def is_keepable(kind: Any) -> bool:
@@ -125,8 +124,8 @@ def _store(typingctx, address, values):
 def _borrowed(typingctx, values):
     """In compiled code: the same values, but the references to their arrays are not counted any more.
 
-    To count those of a tuple with many arrays, at every call and every look into it, takes longer than what loops do
-    with them. The caller in Python holds the arrays.
+    They were counted at every call and every look into a tuple: 17 % of the samples of a run of moe_infinity. The
+    caller in Python holds the arrays.
     """
 
     def generate(context, builder, signature, arguments):

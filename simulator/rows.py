@@ -69,7 +69,6 @@ def write_decision(rows, step, view, plan, transfers):
     """
     layer, load, row = step.layer, step.load, rows.size[0]
     num_experts, resident = load.size, view.resident[layer]
-    # what is taken out of a tuple is counted as referred to, which in a loop costs most of its time
     offsets, numbers, retained, prefetches = rows.offsets, rows.numbers, plan.retained, plan.prefetches
     num_resident = num_activated = hit_tokens = 0
     for expert in range(num_experts):
