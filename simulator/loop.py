@@ -69,8 +69,8 @@ def functions_of(policy: Policy, residents: Residents, shape: ModelShape) -> Fun
         return None
     forward, view = blank_forward(shape, policy.reads_signals), residents.view(0)
     step, end = step_at(forward, 0), end_of(forward)
-    decide = bind(_decide, policy.decide, mine, step, view)
-    boundary = _bound(_boundary, policy.boundary, mine, _NO_MOVES, end, view)
+    decide = bind(_at_view, policy.decide, mine, step, view)
+    boundary = _bound(_at_view, policy.boundary, mine, _NO_MOVES, end, view)
     place = _bound(_place, policy.place, mine, _NO_PLACED, step)
     plan, moves, placed = (answer_of(bound.pointer) for bound in (decide, boundary, place))
     fits = (
@@ -90,15 +90,9 @@ def _bound(caller: Any, function: Any, mine: tuple[Any, ...], answer: Any, *argu
 
 
 @jit_inner
-def _decide(kind, kept, at, step, view):
+def _at_view(kind, kept, at, asked, view):
     address, params, state = kept_at(kept, at)
-    return function_at(kind, address)(params, state, step, view)
-
-
-@jit_inner
-def _boundary(kind, kept, at, end, view):
-    address, params, state = kept_at(kept, at)
-    return function_at(kind, address)(params, state, end, view)
+    return function_at(kind, address)(params, state, asked, view)
 
 
 @jit_inner

@@ -173,7 +173,7 @@ class Foreign(NamedTuple):
     own: Any
 
 
-SHARED = {"decide": loop._decide, "keep": pointers._keep}  # by all policies
+SHARED = {"decide": loop._at_view, "keep": pointers._keep}  # by all policies
 
 
 @jit
